@@ -1,8 +1,9 @@
 """A request to /v1/messages as a chat request.
 
 Thinking becomes the reasoning of its message. Tool results become tool messages before the rest of their turn. Images
-stay in place, text documents become text, and later system messages become reminders in a user turn. What vLLM cannot
-serve is rejected by name. Tools that Anthropic's servers run are left out, because the model cannot call them.
+stay in place, text documents become text, and later system messages become reminders in a user turn. Claude Code's
+attribution is left out. What vLLM cannot serve is rejected by name. Tools that Anthropic's servers run are left out,
+because the model cannot call them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ratchet.proxy.dialects import anthropic_tools, inner_request
-from ratchet.proxy.dialects.inner_request import Json
+from ratchet.proxy.dialects.inner_request import AssistantTurn, ChatMessages, Json
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.request_body import ChatRequest
@@ -24,6 +25,8 @@ _TYPES: dict[str, Sequence[type[Any]]] = {
     "messages": (list,), "system": (str, list), "tools": (list,), "thinking": (dict,), "output_config": (dict,),
     "output_format": (dict,), "tool_choice": (dict,),
 }  # fmt: skip
+_ATTRIBUTION = "x-anthropic-billing-header"
+_MIN_BUDGET = 1024  # tokens, of thinking; vLLM's limit
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -46,8 +49,8 @@ def read(body: Json) -> ChatRequest:
         "parallel_tool_calls": False
         if tools and lax_values.lax_bool(choice.get("disable_parallel_tool_use"))
         else None,
-        "chat_template_kwargs": template_fields(body),
         "reasoning_effort": (body.get("output_config") or {}).get("effort"),
+        **_thinking(body),
         "response_format": _response_format(body),
         **_continuation(messages),
     }
@@ -58,7 +61,15 @@ def count_body(body: Json, served_name: str) -> Json:
     """Return the body for vLLM's /tokenize: with the prompt of the call itself. Raises BadRequest."""
     inner_request.require(body, "model", "messages")
     messages = chat_messages(body)
-    fields = {"tools": _tools(body) or None, "chat_template_kwargs": template_fields(body), **_continuation(messages)}
+    effort = _thinking(body).get("reasoning_effort") or (body.get("output_config") or {}).get("effort")
+    template_fields: Json = _thinking(body).get("chat_template_kwargs") or body.get("chat_template_kwargs") or {}
+    if effort is not None:  # /tokenize has no such field: what vLLM makes of it in a call
+        template_fields = {"enable_thinking": effort != "none", **template_fields, "reasoning_effort": effort}
+    fields = {
+        "tools": _tools(body) or None,
+        "chat_template_kwargs": template_fields or None,
+        **_continuation(messages),
+    }
     chosen = {name: value for name, value in fields.items() if value is not None}
     return {"model": served_name, "messages": messages, "add_generation_prompt": True, **chosen}
 
@@ -71,20 +82,17 @@ def chat_messages(body: Json) -> list[Json]:
     messages: list[Json] = []
     if system := body.get("system"):
         with inner_request.named("system"):
-            parts = [_part(block, "system") for block in _blocks(system)]
-            messages.append({"role": "system", "content": inner_request.joined(parts, "")})  # as vLLM does
+            parts = [_part(block, "system") for block in _system_blocks(system)]
+            if content := inner_request.joined(parts, ""):  # as vLLM does
+                messages.append({"role": "system", "content": content})
+    turns = inner_request.ChatMessages()
     for place, message in enumerate(body["messages"]):
-        try:
-            converted = _converted(message)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise inner_request.unreadable(f"messages.{place}", error) from error
-        if [turn["role"] for turn in (*messages[-1:], *converted)] == ["assistant", "assistant"]:
-            messages[-1] = _combined(messages[-1], *converted)
-        else:
-            messages += converted
+        with inner_request.named(f"messages.{place}"):
+            _add(turns, message)
+    messages += turns.joined()
     if not messages:
         raise BadRequest("messages: none of them has content", param="messages")
-    return inner_request.merge_system_messages(_with_reminders(messages))
+    return inner_request.with_one_system_message(messages)
 
 
 def _continuation(messages: Sequence[Json]) -> Json:
@@ -95,50 +103,66 @@ def _continuation(messages: Sequence[Json]) -> Json:
     return {"add_generation_prompt": False, "continue_final_message": True}
 
 
-def _with_reminders(messages: Sequence[Json]) -> list[Json]:
-    """Move system messages that are not at the beginning, as Claude Code sends them, into user turns.
-
-    Many chat templates reject or drop such a message.
-    """
-    result: list[Json] = []
-    for message in messages:
-        first = all(earlier["role"] == "system" for earlier in result)
-        if message["role"] != "system" or first or not isinstance(message["content"], str):
-            result.append(message)
-            continue
-        reminder = f"<system-reminder>\n{message['content']}\n</system-reminder>"
-        if result[-1]["role"] != "user":
-            result.append({"role": "user", "content": reminder})
-        elif isinstance(before := result[-1]["content"], str):
-            result[-1] = {"role": "user", "content": f"{before}\n\n{reminder}"}
-        else:
-            result[-1] = {"role": "user", "content": [*before, {"type": "text", "text": reminder}]}
-    return result
-
-
-def _converted(message: Json) -> list[Json]:
-    role, blocks = message["role"], _blocks(message["content"])
+def _add(turns: ChatMessages, message: Json) -> None:
+    role, content = message["role"], message["content"]
     if role == "assistant":
-        return [_assistant(blocks)]
-    if role in ("user", "system"):
-        return _turn(role, blocks)
-    raise BadRequest(f"messages: a role must be user, assistant or system, not {role!r}", param="messages")
+        _add_answer(turns.assistant(), _blocks(content))
+    elif role == "user":
+        _add_turn(turns, _blocks(content))
+    elif role == "system":
+        if parts := [_part(block, role) for block in _system_blocks(_blocks(content))]:
+            turns.add({"role": role, "content": inner_request.joined(parts, "\n")})
+    else:
+        raise BadRequest(f"messages: a role must be user, assistant or system, not {role!r}", param="messages")
 
 
-def template_fields(body: Json) -> Json | None:
-    """Return the chat template's fields for thinking."""
-    fields: Json | None = body.get("chat_template_kwargs")
-    thinking = (body.get("thinking") or {}).get("type")
-    return fields if fields or not thinking else {"enable_thinking": thinking != "disabled"}
+def _thinking(body: Json) -> Json:
+    """Return the fields for thinking, as vLLM does: a budget of tokens, none, or what the model chooses.
+
+    Raises BadRequest.
+    """
+    thinking = body.get("thinking") or {}
+    kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+    if kind == "disabled":
+        return {"reasoning_effort": "none"}
+    if kind == "adaptive" or not thinking:
+        return {}
+    if kind != "enabled":
+        raise BadRequest(f"thinking.type: must be enabled, disabled or adaptive, not {kind!r}", param="thinking.type")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < _MIN_BUDGET:
+        raise BadRequest(
+            f"thinking.budget_tokens: must be a number of {_MIN_BUDGET} tokens or more, not {budget!r}",
+            param="thinking.budget_tokens",
+        )
+    most = lax_values.lax_int(body.get("max_tokens"))
+    if most is not None and budget >= most:
+        raise BadRequest(
+            f"thinking.budget_tokens: {budget} must be less than max_tokens, which is {most}",
+            param="thinking.budget_tokens",
+        )
+    template_fields = {"enable_thinking": True, **(body.get("chat_template_kwargs") or {})}
+    return {"thinking_token_budget": budget, "chat_template_kwargs": template_fields}
 
 
 def _blocks(content: Any) -> list[Json]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
+def _system_blocks(system: Any) -> list[Json]:
+    """Return the blocks of a system prompt without Claude Code's attribution, as vLLM does.
+
+    It is another one in every request: no two prompts would have the same beginning.
+    """
+    if isinstance(system, str):
+        return _blocks(system)
+    return [block for block in system if block["type"] != "text" or not block["text"].startswith(_ATTRIBUTION)]
+
+
 def _part(block: Json, role: str) -> Json:
     if block["type"] == "search_result":
         return {"type": "text", "text": _titled(block, block["source"], _texts(block["content"]))}
+    if block["type"] == "tool_reference":  # in a tool's result: a tool that a tool search found
+        return {"type": "text", "text": f"tool_reference: {block.get('tool_name') or block['name']}"}
     source = block.get("source") or {}
     match block["type"], source.get("type"):
         case "text", _:
@@ -170,35 +194,22 @@ def _texts(content: Any) -> str:
     return text
 
 
-def _assistant(blocks: Sequence[Json]) -> Json:
-    texts, thoughts, calls = [], [], []
+def _add_answer(turn: AssistantTurn, blocks: Sequence[Json]) -> None:
+    texts, thoughts = [], []
     for block in blocks:
         match block["type"]:
             case "text":
                 texts.append(block["text"])
             case "thinking":
                 thoughts.append(block["thinking"])
-            case "redacted_thinking":
-                pass  # encrypted for Anthropic's servers
+            case "redacted_thinking" | "tool_reference":
+                pass  # encrypted for Anthropic's servers; a name without its tool result
             case "tool_use":
-                calls.append(inner_request.called(block["id"], block["name"], _arguments(block["input"])))
+                turn.calls.append(inner_request.called(block["id"], block["name"], _arguments(block["input"])))
             case kind:
                 raise BadRequest(f"messages: a {kind} block in an assistant message is not supported")
-    message: Json = {"role": "assistant", "content": "".join(texts) or None}
-    if thoughts:
-        message["reasoning"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _combined(first: Json, second: Json) -> Json:
-    """Return two consecutive assistant messages as one turn, as Anthropic's API reads them."""
-    message = {**first, **second, "content": (first["content"] or "") + (second["content"] or "") or None}
-    for name in ("reasoning", "tool_calls"):
-        if name in first and name in second:
-            message[name] = first[name] + second[name]
-    return message
+    turn.texts.append("".join(texts))
+    turn.thoughts += ["".join(thoughts)] if thoughts else []
 
 
 def _arguments(value: Json) -> str:
@@ -207,24 +218,21 @@ def _arguments(value: Json) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _turn(role: str, blocks: Sequence[Json]) -> list[Json]:
-    """Return each tool result of a turn as a message, then the rest of the turn."""
-    messages: list[Json] = []
+def _add_turn(turns: ChatMessages, blocks: Sequence[Json]) -> None:
+    """Add each tool result of a user's turn as a message, then the rest of the turn."""
     rest: list[Json] = []
     pictures: list[Json] = []  # of tool results, because tool messages are text
     for block in blocks:
         if block["type"] != "tool_result":
-            rest.append(block)
+            rest += [block] if block["type"] != "tool_reference" else []
             continue
         parts = [_part(part, "user") for part in _blocks(block.get("content") or "")]
         text = "\n".join(part["text"] for part in parts if part["type"] == "text")
         pictures += [part for part in parts if part["type"] != "text"]
         content = f"Error: {text}" if block.get("is_error") else text
-        messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
-    if parts := [*pictures, *(_part(block, role) for block in rest)]:
-        whole = inner_request.content_of(parts) if role == "user" else inner_request.joined(parts, "\n")
-        messages.append({"role": role, "content": whole})
-    return messages
+        turns.add({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
+    if parts := [*pictures, *(_part(block, "user") for block in rest)]:
+        turns.add({"role": "user", "content": inner_request.content_of(parts)})
 
 
 def _tools(body: Json) -> list[Json]:

@@ -2,7 +2,8 @@
 
 Consecutive assistant items (reasoning, message, calls) become one chat message, as the model generated them. A custom
 tool becomes a function with one string, `input`. Tools of a namespace are treated like others. What vLLM cannot serve
-is rejected by name. Tools that OpenAI's servers run are left out, because the model cannot call them.
+is rejected by name. Tools that OpenAI's servers run are left out, because the model cannot call them; of their items in
+a history a text says what can be read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ratchet.proxy.dialects import inner_request
-from ratchet.proxy.dialects.inner_request import Json
+from ratchet.proxy.dialects.inner_request import ChatMessages, Json
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire.request_body import ChatRequest
 
@@ -21,6 +22,19 @@ _REFUSED = ("background", "conversation", "prompt")
 # Tools that the client runs, in formats that only OpenAI's models know.
 _CLIENT_RUN = ("computer", "computer_use_preview", "local_shell", "shell", "apply_patch")
 _NAMESPACE = "namespace"
+# Calls of such tools in a history that another model began, with the member that has their arguments; and the results.
+_OWN_CALLS = {
+    "local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation",
+    "tool_search_call": "arguments",
+}  # fmt: skip
+_OWN_OUTPUTS = ("local_shell_call_output", "shell_call_output", "apply_patch_call_output", "tool_search_output")
+# Items of OpenAI's servers.
+_SERVER_ITEMS = (
+    "compaction", "compaction_summary", "context_compaction", "web_search_call", "file_search_call",
+    "code_interpreter_call", "image_generation_call", "mcp_call", "mcp_list_tools", "mcp_approval_request",
+    "mcp_approval_response",
+)  # fmt: skip
+_UNREAD = ("type", "id", "status", "encrypted_content", "result")  # of these items; `result` is an image
 _LOGPROBS = "message.output_text.logprobs"  # the value of `include` that requests them
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -30,10 +44,10 @@ def read(body: Json, added: Sequence[Json], before: Sequence[Json]) -> ChatReque
     messages: list[Json] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
-    messages = inner_request.merge_system_messages([*messages, *before, *added])
+    messages = inner_request.with_one_system_message([*messages, *before, *added])
     tools, choice = _tools(body), body.get("tool_choice")
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
-        names = [tool.get("name") for tool in choice["tools"]]
+        names = {str(tool.get("name")) for tool in choice["tools"]}
         tools = [tool for tool in tools if tool["function"]["name"] in names]
         choice = choice.get("mode", "auto")
     fields = {
@@ -64,13 +78,11 @@ def added_messages(body: Json) -> list[Json]:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise BadRequest("`input` must be text or a list of items", param="input")
-    messages: list[Json] = []
+    messages = ChatMessages()
     for place, item in enumerate(value):
-        try:
+        with inner_request.named(f"input[{place}]"):
             _add(messages, item)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise inner_request.unreadable(f"input[{place}]", error) from error
-    return messages
+    return messages.joined()
 
 
 def is_reference(item: Any) -> bool:
@@ -89,48 +101,64 @@ def namespaces(body: Json) -> dict[str, str]:
     return {tool["name"]: space["name"] for space in spaces for tool in space["tools"] if "name" in tool}
 
 
-def _add(messages: list[Json], item: Json) -> None:
+def _add(messages: ChatMessages, item: Json) -> None:
     """Add an input item to the messages, or to the assistant's turn that it belongs to."""
     match item.get("type") or "message":
         case "message" if item["role"] == "assistant":
-            turn = _assistant(messages)
-            text = _content(item["content"], "assistant")
-            turn["content"] = (turn["content"] or "") + text or None
+            messages.assistant().texts.append(_content(item["content"], "assistant"))
         case "message":
             role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": _content(item["content"], role)})
+            messages.add({"role": role, "content": _content(item["content"], role)})
         case "reasoning":
-            turn = _assistant(messages)
-            turn["reasoning"] = turn.get("reasoning", "") + _thought(item)
+            messages.assistant().thoughts.append(_thought(item))
         case "function_call":
-            call = inner_request.called(item["call_id"], item["name"], item["arguments"])
-            _assistant(messages).setdefault("tool_calls", []).append(call)
+            _add_call(messages, item, item["name"], item["arguments"])
         case "custom_tool_call":
-            arguments = msgspec.json.encode({"input": item["input"]}).decode()
-            call = inner_request.called(item["call_id"], item["name"], arguments)
-            _assistant(messages).setdefault("tool_calls", []).append(call)
+            _add_call(messages, item, item["name"], _json({"input": item["input"]}))
         case "function_call_output" | "custom_tool_call_output":
             _add_output(messages, item)
+        case kind if kind in _OWN_CALLS:
+            _add_call(messages, item, kind.removesuffix("_call"), _json(item[_OWN_CALLS[kind]]))
+        case kind if kind in _OWN_OUTPUTS:
+            output = item.get("output", item.get("tools")) or item.get("status") or ""
+            text = output if isinstance(output, str) else _json(output)
+            messages.add({"role": "tool", "tool_call_id": _call_id(item), "content": text})
+        case kind if kind in _SERVER_ITEMS:
+            messages.assistant().texts.append(_mark(kind, item))
+        case "ghost_snapshot":
+            pass  # Codex's own note of the files, which no model reads
         case kind:
             raise BadRequest(f"input: an item of the type {kind} is not supported", param="input")
 
 
-def _assistant(messages: list[Json]) -> Json:
-    """Return the open assistant turn; start one if there is none."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
-    return messages[-1]
+def _add_call(messages: ChatMessages, item: Json, name: str, arguments: str) -> None:
+    messages.assistant().calls.append(inner_request.called(_call_id(item), name, arguments))
 
 
-def _add_output(messages: list[Json], item: Json) -> None:
+def _call_id(item: Json) -> str:
+    name: str = item.get("call_id") or item["id"]
+    return name
+
+
+def _mark(kind: str, item: Json) -> str:
+    """Return the text that stands for an item of OpenAI's servers: what can be read of it, or that it was left out."""
+    known = {name: value for name, value in item.items() if value and name not in _UNREAD}
+    return f"[{kind}: {_json(known)}]\n" if known else f"[{kind}, left out]\n"
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _add_output(messages: ChatMessages, item: Json) -> None:
     """Add a tool's result; its images follow as a user message, because tool messages are text."""
     output = item["output"]
     parts = [{"type": "input_text", "text": output}] if isinstance(output, str) else output
     images = [_part(part) for part in parts if part["type"] == "input_image"]
     text = _content([part for part in parts if part["type"] != "input_image"], "tool")
-    messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+    messages.add({"role": "tool", "tool_call_id": item["call_id"], "content": text})
     if images:
-        messages.append({"role": "user", "content": images})
+        messages.add({"role": "user", "content": images})
 
 
 def _thought(item: Json) -> str:

@@ -30,7 +30,7 @@ class MessageTraits(NamedTuple):
     """What messages contain, for readers that then need not parse them."""
 
     untrainable: str | None = None  # the kind of the first part that is not text
-    has_developer: bool = False  # a message has this role
+    has_other_system: bool = False  # a `developer`, or a system message that is not the first message
     only_text: bool = True  # no content is a list
     has_escapes: bool = False  # a printable ASCII character may be written as `\u00..`
     depth: int = 0  # the levels of their JSON, at most
@@ -41,7 +41,7 @@ class MessageTraits(NamedTuple):
         """Return the traits of a list, from those of its messages, whose depth and escapes are not known."""
         return MessageTraits(
             self.untrainable,
-            self.has_developer,
+            self.has_other_system,
             self.only_text,
             has_escapes,
             depth,
@@ -53,7 +53,7 @@ class MessageTraits(NamedTuple):
         """Return the traits of these messages, so many, and later ones."""
         return MessageTraits(
             self.untrainable or later.untrainable,
-            self.has_developer or later.has_developer,
+            self.has_other_system or later.has_other_system or later.leading_system > 0,
             self.only_text and later.only_text,
             self.has_escapes or later.has_escapes,
             max(self.depth, later.depth),

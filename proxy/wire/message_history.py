@@ -235,7 +235,7 @@ def _traits(message: Message) -> MessageTraits:
         return _ORDINARY
     return _shared_traits(
         untrainable=_non_text_part(parts or ()),
-        has_developer=role == "developer",
+        has_other_system=role == "developer",
         only_text=parts is None,
         leading_system=int(is_system),
         plain_tool_calls=is_plain,

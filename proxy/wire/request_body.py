@@ -79,6 +79,7 @@ class ChatRequest(msgspec.Struct):
     asks_ids: bool
     asks_logprobs: bool
     asks_usage: bool
+    adds_logprobs: bool = True  # for the record, if the client did not ask for them
     stream_options: dict[str, Any] = msgspec.field(default_factory=dict)
     sampling: Mapping[str, Any] = msgspec.field(default_factory=dict)
     tools_hash: str = ""
@@ -92,7 +93,7 @@ class ChatRequest(msgspec.Struct):
     hashes: tuple[str, ...] = ()  # of the nodes
     keys: tuple[str, ...] = ()  # link keys of the messages
     answer_digests: bytes = b""  # of the assistant messages, one after the other
-    has_developer: bool = False  # a message has this role
+    has_other_system: bool = False  # a `developer`, or a system message that is not the first message
     leading_system: int = 0  # number of system messages at the beginning
     plain_tool_calls: bool = True  # those of assistant messages have the standard form
     may_contain: Callable[[str], bool] = _always  # False: no message contains the text
@@ -106,8 +107,9 @@ class ChatRequest(msgspec.Struct):
         fields = dict(self.fields)
         fields["model"] = Raw(_encode(served_name))
         fields["return_token_ids"] = _TRUE
-        fields["logprobs"] = _TRUE
-        fields.setdefault("top_logprobs", _ZERO)
+        if self.adds_logprobs or self.asks_logprobs:
+            fields["logprobs"] = _TRUE
+            fields.setdefault("top_logprobs", _ZERO)
         if self.streamed:
             fields["stream_options"] = Raw(_encode({**self.stream_options, "include_usage": True}))
         return fields
@@ -187,7 +189,7 @@ def read(
         hashes=history.hashes,
         keys=history.keys,
         answer_digests=history.answer_digests,
-        has_developer=history.traits.has_developer,
+        has_other_system=history.traits.has_other_system,
         leading_system=history.traits.leading_system,
         plain_tool_calls=history.traits.plain_tool_calls,
         may_contain=history.may_contain,

@@ -36,7 +36,7 @@ FIELDS = (
     "tools",
     "strict_tools",
     "untrainable",
-    "has_developer",
+    "has_other_system",
     "leading_system",
     "plain_tool_calls",
 )

@@ -27,6 +27,7 @@ from ratchet.proxy.coordinator.keys.key_cache import Caller
 from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION, KeyMeter, TokenReservation
 from ratchet.proxy.dialects import token_cap, tool_grammar
 from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, ResponseEncoder
+from ratchet.proxy.dialects.vllm_fields import with_one_system_message
 from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, stopped, upstream_refusal
 from ratchet.proxy.messages.link_records import CallIdentity, Placement
 from ratchet.proxy.model_list import FallbackRules
@@ -194,19 +195,21 @@ class CallEndpoint:
         )
         open_call = self._recorder.record_begin(parsed, placement, start)
         return ActiveCall(
-            request=self._with_prompt(request, open_call),
+            request=self._for_vllm(request, open_call),
             open_call=open_call,
             encoder=parsed.make_encoder(start),
             request_id=request_identity.request_id(headers, start.call_id),
             arrived=arrived,
         )
 
-    def _with_prompt(self, request: ChatRequest, open_call: OpenCall) -> ChatRequest:
-        """Return the request for vLLM: with the placement's system prompt, if it has one."""
+    def _for_vllm(self, request: ChatRequest, open_call: OpenCall) -> ChatRequest:
+        """Return the request for vLLM: with the placement's system prompt, if it has one, and with no other."""
         prompt = open_call.placement.prompt
-        if prompt is None or not request.is_chat:
+        if not request.is_chat:
             return request
-        return request.with_prompt(prompt, self._admission.task_family(open_call.placement, open_call.start))
+        if prompt is not None:
+            request = request.with_prompt(prompt, self._admission.task_family(open_call.placement, open_call.start))
+        return with_one_system_message(request)
 
     async def _serve(self, call: ActiveCall, trace: dict[str, str], send: Send, watch: DisconnectWatch) -> None:
         keep_alive = None

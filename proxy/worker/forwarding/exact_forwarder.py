@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
@@ -145,8 +146,9 @@ class ExactForwarder:
             context = await self._contexts.find_context(leaf)
         if context is None:
             raise ContextFork("context_unknown")
-        # A substituted system prompt comes before the client's messages if the client sent none.
-        place = _place(call.open_call.keys, leaf) + len(request.messages) - len(call.open_call.messages)
+        place = _place(call.open_call.keys, leaf)
+        if request.messages is not call.open_call.messages:
+            place = _place_after_change(place, call.open_call.messages, request.messages)
         body = request.outgoing_fields(self._policies.served_name(start.alias, start.version))
         rendered, spliced = await self._splice(url, start.alias, body, request, place, context)
         if spliced is None:
@@ -234,6 +236,15 @@ def _place(keys: Sequence[str], leaf: Leaf) -> int:
         if short_key(keys[place]) == leaf.link_key:
             return place
     raise ContextFork("answer_not_found")
+
+
+def _place_after_change(place: int, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> int:
+    """Return where the answer at `place` of the client's messages is in those for vLLM.
+
+    Only messages of the system and the user were added, merged or replaced.
+    """
+    later = sum(message.get("role") == "assistant" for message in before[place + 1 :])
+    return [n for n, message in enumerate(after) if message.get("role") == "assistant"][-1 - later]
 
 
 def _max_tokens(request: ChatRequest) -> int | None:
