@@ -138,11 +138,10 @@ def test_a_teacher_that_is_away_delays_trajectories_however_long_and_drops_none(
     [
         ({"first": 1}, "trainer.judge: the teacher big has another tokenizer than base"),
         ({"hosted": True}, "returned no prompt_logprobs .* hosted APIs cannot; serve the teacher with vLLM"),
-        ({"loads_adapters": True}, "by a vLLM of its own without --enable-lora"),
         ({"card": {"id": "other"}}, "serves other, not 'big'"),
         ({"status": 401}, r"does not list its models \(401\).*check its key"),
     ],
-    ids=["another tokenizer", "a hosted model", "adapters", "an unknown name", "a wrong key"],
+    ids=["another tokenizer", "a hosted model", "an unknown name", "a wrong key"],
 )
 def test_a_model_that_cannot_be_the_teacher_is_refused_with_the_remedy(
     change: dict[str, Any], reason: str, teacher: ScriptedTeacher, engine: ScriptedEngine
@@ -156,6 +155,12 @@ def test_a_model_that_cannot_be_the_teacher_is_refused_with_the_remedy(
     assert judge.judge(None, []).unavailable is None
     member = Transcript(trajectory=run_of("t"), calls=(call("1", (1, 2), choice((3, 4))),), messages=(), tools=())
     assert re.search(reason, judge.judge(None, [member]).unavailable or "")
+
+
+def test_an_adapter_can_be_the_teacher_and_has_the_context_of_its_base_model(teacher: ScriptedTeacher) -> None:
+    teacher.card = {"id": NAME, "parent": "base", "max_model_len": None}
+    teacher.other_cards = [{"id": "base", "parent": None, "max_model_len": 64}]
+    assert judge_by(teacher).check() == 63  # one token is sampled
 
 
 def test_a_teacher_without_address_or_key_is_refused() -> None:

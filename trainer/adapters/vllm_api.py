@@ -198,8 +198,7 @@ class VllmServer:
     def next_logprobs(self, name: str, prompts: Sequence[Sequence[int]], count: int) -> list[dict[int, float]]:
         """Return the `count` most likely ids after each prompt (ids) under `name`, with logprobs at temperature 1.
 
-        Uses sampled logprobs, not `prompt_logprobs`: with an adapter and other calls in the same batch the latter
-        crash vLLM 0.32 on CPU.
+        Not by `prompt_logprobs`, with which vLLM computes every place of a prompt and reads none from its prefix cache.
         """
         body = {
             "model": name,
@@ -222,8 +221,7 @@ class VllmServer:
     def prompt_logprobs(self, name: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the logprob of each id of the sequences but their first, under `name` at temperature 1.
 
-        Not for servers with --enable-lora: vLLM 0.32 on a CPU ends if two such sequences share a batch. Raises
-        EngineUnreachable, also if the key or the name is refused; AdapterRefused if the sequences are, and
+        Raises EngineUnreachable, also if the key or the name is refused; AdapterRefused if the sequences are, and
         PromptLogprobsMissing if the response has none.
         """
         body = {

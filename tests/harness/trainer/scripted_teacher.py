@@ -1,4 +1,4 @@
-"""A scripted teacher: a vLLM without adapters that scores token ids by a function."""
+"""A scripted teacher: a vLLM that scores token ids by a function."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ScriptedTeacher:
     def __init__(self, logprob: Callable[[Sequence[int]], float] = lambda ids: -1.0) -> None:
         self.logprob = logprob
         self.card: dict[str, Any] = {"id": NAME, "max_model_len": 64}
+        self.other_cards: list[dict[str, Any]] = []
         self.first = 0  # id of the tokenizer's first character
         self.status = 200
-        self.loads_adapters = False
         self.hosted = False  # no prompt_logprobs, as hosted APIs
         self.scored: list[list[int]] = []  # the sequences, in order
         self.requests: list[dict[str, Any]] = []
@@ -43,9 +43,7 @@ class ScriptedTeacher:
         if self.status != 200:
             return self.status, {"error": {"message": "no"}}
         if request.path == "/v1/models":
-            return 200, {"data": [self.card]}
-        if request.path == "/v1/load_lora_adapter":
-            return (400 if self.loads_adapters else 404), {}
+            return 200, {"data": [self.card, *self.other_cards]}
         body = json.loads(request.body)
         if request.path in TOKENIZATION:
             return tokens_of(request.path, body, self.first)

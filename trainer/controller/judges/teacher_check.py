@@ -1,7 +1,5 @@
 """Checks that a model can be a teacher: its tokens are the policy's, and it returns the logprobs of given token ids.
 
-A server with LoRA adapters is refused before it scores anything, because vLLM 0.32 on a CPU would end.
-
 The recorded token ids are sent as they are, so every id must mean the same text to both models. Both servers tokenize
 the same texts and return the text of the same ids, up to the largest that any tokenizer has; a larger embedding with
 unused rows does not matter.
@@ -33,11 +31,6 @@ def check_teacher(teacher: VllmServer, name: str, policy: VllmServer | None) -> 
         cards = {card["id"]: card for card in teacher.cards()}
         if name not in cards:
             raise JudgeError(f"the teacher's server {teacher.url} serves {', '.join(cards) or 'nothing'}, not {name!r}")
-        if cards[name].get("parent") or teacher.can_load_adapters():
-            raise JudgeError(
-                f"the teacher's server {teacher.url} serves LoRA adapters, beside which prompt_logprobs can end vLLM: "
-                f"serve {name} by a vLLM of its own without --enable-lora, an adapter merged into its base model"
-            )
         if policy is not None:
             _compare_tokens(teacher, name, policy)
         teacher.prompt_logprobs(name, [_IDS[:3]])
@@ -45,7 +38,7 @@ def check_teacher(teacher: VllmServer, name: str, policy: VllmServer | None) -> 
         raise JudgeError(f"{error}: it cannot be a teacher, as hosted APIs cannot; {_SERVE}") from error
     except AdapterRefused as error:
         raise JudgeError(f"teacher {name}: {error}; check its key, or {_SERVE}") from error
-    return int(cards[name].get("max_model_len") or 0)
+    return max(int(card.get("max_model_len") or 0) for card in cards.values())  # an adapter has its base model's
 
 
 def _compare_tokens(teacher: VllmServer, name: str, policy: VllmServer) -> None:
