@@ -33,9 +33,10 @@ demo-real: venv ## a real pretrained model learns, on real vLLM; SEED=2 changes 
 test: venv ## every component and one short end-to-end run on the real vLLM: about 4 minutes on 2 idle cores
 	@$(PYTEST) -m "circle or $(QUICK)" $(PARALLEL)
 
-test-rest: clients ## what `make test` leaves out: real clients, Chromium, PostgreSQL, kills, timing, all end-to-end tests
+test-rest: clients ## what `make test` leaves out: the plug-ins, real clients, Chromium, PostgreSQL, kills, timing, all end-to-end tests
 	@$(PYTEST) -m "not ($(QUICK) or alone or e2e)" $(PARALLEL)
-	@$(PYTEST) -m "(alone or e2e) and not circle"
+	@$(PYTEST) plugins -m "not (alone or e2e)" $(PARALLEL)
+	@$(PYTEST) tests plugins -m "(alone or e2e) and not circle"
 
 test-all: ## every test: about 40 minutes on 2 idle cores
 	@$(MAKE) --no-print-directory test
@@ -49,7 +50,7 @@ check: venv ## lint, format, types, import contracts, words, documentation
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(PYTEST) -q tests/test_house.py tests/test_documents.py tests/test_words.py
+	@$(PYTEST) -q tests/test_house.py tests/test_documents.py tests/test_words.py plugins/test_plugins.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 e2e: clients ## only the end-to-end tests on the real vLLM

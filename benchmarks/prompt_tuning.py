@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.cli.project import ROOT, Project
-from tests.harness.clients.program import client_python
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
 EXAMPLE = "ratchet.demo.email_search"
@@ -46,7 +45,7 @@ class Proposals:
         return next(self._turns).format(prompt=self._seed)
 
 
-def tuned(method: str, rollouts: int, held_out: int, seed: int, folder: Path) -> dict[str, Any]:
+def tuned(rollouts: int, held_out: int, seed: int, folder: Path) -> dict[str, Any]:
     """Run the command once in a project of its own; return its record."""
     environ = {**os.environ, "EMAIL_SEARCH_HOME": str(folder / "mail"), "PYTHONPATH": str(ROOT)}
     made = [sys.executable, "-m", EXAMPLE, "build-db", "--home", str(folder / "mail")]
@@ -61,14 +60,13 @@ def tuned(method: str, rollouts: int, held_out: int, seed: int, folder: Path) ->
         with ScriptedReflectionModel(Proposals()).running() as reflection:
             words = [
                 "tune", "prompt", "--tasks", str(folder / "mail"), "--workflow", f"{EXAMPLE}.workflow:workflow",
-                "--judge", f"{EXAMPLE}.judge:judge", "--method", method, "--max-rollouts", str(rollouts),
+                "--judge", f"{EXAMPLE}.judge:judge", "--max-rollouts", str(rollouts),
                 "--held-out-tasks", str(held_out), "--seed", str(seed), "--concurrency", "32",
                 "--reflection-url", reflection.url, "--reflection-model", "scripted-reflection",
             ]  # fmt: skip
-            python = client_python("mipro") if method == "mipro" else sys.executable
             started = time.monotonic()
             done = subprocess.run(
-                [str(python), "-m", "ratchet", *words], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True,
+                [sys.executable, "-m", "ratchet", *words], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True,
                 timeout=900, check=True,
             )  # fmt: skip
             seconds = time.monotonic() - started
@@ -83,13 +81,12 @@ def tuned(method: str, rollouts: int, held_out: int, seed: int, folder: Path) ->
 def main() -> None:
     """Run it and print a line of the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--method", choices=["gepa", "mipro"], default="gepa")
     parser.add_argument("--rollouts", type=int, default=800)
     parser.add_argument("--held-out", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = tuned(chosen.method, chosen.rollouts, chosen.held_out, chosen.seed, Path(folder))
+        found = tuned(chosen.rollouts, chosen.held_out, chosen.seed, Path(folder))
     details, gain = found["details"], found.get("gain")
     print(json.dumps(details["validation"], indent=1))
     shown = "not compared" if gain is None else (
@@ -98,7 +95,7 @@ def main() -> None:
     )  # fmt: skip
     budget = details["budget"]
     print(
-        f"| {chosen.method} | {chosen.seed} | {details['verdict']} | {shown} | {len(details['validation'])} prompts | "
+        f"| gepa | {chosen.seed} | {details['verdict']} | {shown} | {len(details['validation'])} prompts | "
         f"{budget['rollouts_begun']} rollouts | {budget['agent_tokens']:,} + {budget['reflection_tokens']:,} tokens | "
         f"{found['seconds']:.0f} s |"
     )

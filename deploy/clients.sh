@@ -3,7 +3,7 @@
 #
 # Their requirements conflict with each other and with Ratchet's, so each has an environment of its own:
 # VENV/clients/NAME for each tests/clients/requirements/NAME.txt, and with Ratchet's own dependencies beside them for each
-# tests/clients/beside_ratchet/NAME.txt, mipro and verifiers for extras, and
+# tests/clients/beside_ratchet/NAME.txt, verifiers for an extra, a plug-in's environment with its name, and
 # VENV/clients/node from tests/clients/node if npm is installed.
 # pip's PIP_INDEX_URL and PIP_EXTRA_INDEX_URL apply to the Python ones, npm's own settings to node.
 set -eu
@@ -17,7 +17,8 @@ python=$venv/bin/python
 
 key() {
     "$python" -c 'import hashlib, pathlib, sys
-files = [path for path in map(pathlib.Path, sys.argv[1:]) if path.is_file()]
+paths = [path / "pyproject.toml" if path.is_dir() else path for path in map(pathlib.Path, sys.argv[1:])]
+files = [path for path in paths if path.is_file()]
 print(hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16])' "$0" "$@"
 }
 failed() {
@@ -74,7 +75,7 @@ done
 for file in "$tests"/beside_ratchet/*.txt; do
     begin environment "$(basename "$file" .txt)" --requirement pyproject.toml --requirement "$file"
 done
-begin environment mipro --requirement pyproject.toml --extra tune-mipro
+begin environment mipro --editable . --editable plugins/mipro
 begin environment verifiers --requirement pyproject.toml --extra openenv --extra verifiers
 status=0
 for process in $running; do

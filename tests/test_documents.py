@@ -53,10 +53,10 @@ def parsed(line: str) -> None:
             parameter.type_cast_value(context, values[parameter.name])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
+def wrong_commands(text: str) -> list[str]:
+    """Return the commands of a page that cannot be typed, with the reason."""
     wrong = []
-    for line in commands_in(page.read_text()):
+    for line in commands_in(text):
         try:
             parsed(line)
         except click.BadOptionUsage as error:  # an option that is only named: `ratchet doctor --workflow`
@@ -64,6 +64,12 @@ def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
                 wrong.append(f"{line}: {error}")
         except (click.UsageError, AssertionError, ValueError) as error:
             wrong.append(f"{line}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
+    wrong = wrong_commands(page.read_text())
     assert not wrong, "\n".join(wrong)
 
 

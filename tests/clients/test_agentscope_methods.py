@@ -52,8 +52,8 @@ def test_the_better_model_is_selected_by_its_name(project: Project, environment:
 
 @pytest.mark.parametrize("environment", ["agentscope1", "agentscope2"])
 def test_a_better_prompt_is_found(project: Project, environment: str) -> None:
-    with prompt_project(project) as (_, vllm, _, reflection):
-        found = run(environment, project, "prompt", reflection.url)
+    with prompt_project(project) as made:
+        found = run(environment, project, "prompt", made.reflection.url)
     assert all(f"a {thing} is a {word}" in found["prompt"] for thing, word in WORDS.items())
     assert found["metrics"]["difference"] == 1.0
-    assert any("You answer with one word." in prompt for prompt in vllm.prompts)
+    assert any("You answer with one word." in prompt for prompt in made.vllm.prompts)

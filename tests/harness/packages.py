@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,14 @@ def build(source: Path, kind: str, folder: Path) -> Path:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return folder / done.stdout.splitlines()[-1]
+
+
+def environment_without_plugins(folder: Path) -> dict[str, str]:
+    """Return an environment in which `python -S` finds this tree and its dependencies, but no plug-in of it."""
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith(("ratchet_rl_", "__editable__")):
+            (folder / path.name).symlink_to(path)
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
 
 
 def install(wheel: Path, folder: Path) -> Path:

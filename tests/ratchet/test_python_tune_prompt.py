@@ -33,13 +33,13 @@ async def test_a_better_prompt_is_found_for_an_agent_of_the_caller_and_promoted(
     def judge(task: dict[str, Any], response: str) -> Any:
         return world_agent.judge(response, task)
 
-    with prompt_project(project) as (store, _, _, reflection):
-        named: dict[str, Any] = {"reflection_url": reflection.url, "reflection_model": "scripted-reflection"}
+    with prompt_project(project) as made:
+        named: dict[str, Any] = {"reflection_url": made.reflection.url, "reflection_model": "scripted-reflection"}
         with pytest.raises(ratchet.InvalidArgument, match="needs --reflection-model"):
-            await ratchet.tune_prompt_async(agent, judge, "world", reflection_url=reflection.url)
+            await ratchet.tune_prompt_async(agent, judge, "world", reflection_url=made.reflection.url)
         with pytest.raises(ratchet.RatchetError, match="no reflection model is set"):
             await ratchet.tune_prompt_async(agent, judge, "world")
-        assert store.tunings.page() == []
+        assert made.store.tunings.page() == []
         run = await ratchet.tune_prompt_async(agent, judge, "world", seed=1, max_rollouts=200, **named)
         while run.status.rollouts < 4:
             await asyncio.sleep(0.05)
@@ -55,5 +55,5 @@ async def test_a_better_prompt_is_found_for_an_agent_of_the_caller_and_promoted(
         assert all(f"a {thing} is a {word}" in again.best for thing, word in prompt_world.WORDS.items())
         assert "better" in again.report()
         assert again.promote() == "policy@1"
-        assert store.policies.get("policy", 1).state is PolicyState.CANDIDATE
+        assert made.store.policies.get("policy", 1).state is PolicyState.CANDIDATE
         assert again.rollback(0) == "policy@0"

@@ -2,65 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ratchet.store.states import PolicyState
-from ratchet.store.store import Store
 from ratchet.tuner.reports.tuning_result import read
 from tests.harness.cli.project import Project
-from tests.harness.clients.program import client_python
-from tests.harness.metadata import write_metadata
-from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.servers import eventually
 from tests.harness.tuner import prompt_world
-from tests.harness.tuner.prompt_project import prompt_project
-from tests.harness.tuner.prompted_vllm import PromptedVllm
-from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
+from tests.harness.tuner.prompt_project import AGENT, PromptProject, prompt_project
 
 ROOT = Path(__file__).parents[2]
-AGENT = "tests.harness.tuner.world_agent"
-
-
-@dataclass
-class PromptProject:
-    """A project with a proxy, a model that follows the system prompt, and a reflection model."""
-
-    project: Project
-    store: Store
-    vllm: PromptedVllm
-    proxy: Proxy
-    reflection: ScriptedReflectionModel
-
-    def arguments(self, agent: str = "agent", **given: Any) -> list[str]:
-        options = {
-            "tasks": "world", "workflow": f"{AGENT}:{agent}", "judge": f"{AGENT}:judge", "seed": 1,
-            "reflection-url": self.reflection.url, "reflection-model": "scripted-reflection", "max_rollouts": 200,
-            **given,
-        }  # fmt: skip
-        return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-    def tune(self, agent: str = "agent", *more: str, **given: Any) -> Any:
-        """Run the command to its end."""
-        return self.project.run("tune", "prompt", *self.arguments(agent, **given), *more, seconds=180)
-
-    def swapped(self) -> set[str]:
-        """The system prompts that the model saw."""
-        return set(self.vllm.prompts)
 
 
 @pytest.fixture
 def circle(project: Project) -> Iterator[PromptProject]:
-    with prompt_project(project) as (store, vllm, proxy, reflection):
-        yield PromptProject(project, store, vllm, proxy, reflection)
+    with prompt_project(project) as made:
+        yield made
 
 
 @pytest.mark.slow
@@ -156,31 +118,6 @@ def test_what_is_missing_is_named(circle: PromptProject, given: dict[str, str], 
     assert message in done.stdout
     assert circle.vllm.prompts == []
     assert circle.store.tunings.page() == []  # what cannot begin leaves no run
-
-
-@pytest.mark.clients
-def test_mipro_finds_it_too_through_the_same_command(
-    circle: PromptProject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    metadata = write_metadata(tmp_path_factory.mktemp("metadata"))
-    command = [
-        str(client_python("mipro")),
-        "-m",
-        "ratchet",
-        "tune",
-        "prompt",
-        *circle.arguments(method="mipro"),
-        "--json",
-    ]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(circle.project.folder), str(metadata)])}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, cwd=circle.project.folder, env=environ, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["details"]["verdict"] == "better"
-    assert result["technique"].startswith("MIPRO")
-    assert result["details"]["budget"]["rollouts_begun"] == len(circle.vllm.prompts)
 
 
 @pytest.mark.slow

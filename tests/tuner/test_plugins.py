@@ -24,14 +24,15 @@ from ratchet.trainer.settings.judge_specs import JudgeSpec, read_spec
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.user_code.plugins import (
-    EVALUATIONS,
     JUDGES,
     MONITORS,
+    OWN_PLUGINS,
     PROMPT_OPTIMIZERS,
     load_plugin,
     plugin_names,
 )
 from ratchet.tuner.prompts.optimizer import load_optimizer
+from tests.harness.packages import environment_without_plugins
 from tests.harness.trainer.tiny import build_tiny_model
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import WorldEvaluate, search
@@ -66,10 +67,9 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_what_pip_installs_is_listed_beside_what_ratchet_registers(installed: Path) -> None:
-    assert plugin_names(JUDGES) == ["brevity", "openjudge"]
-    assert plugin_names(PROMPT_OPTIMIZERS) == ["best_of", "gepa", "mipro"]
-    assert plugin_names(EVALUATIONS) == ["bfcl"]
-    assert plugin_names(MONITORS) == ["json_lines", "tensorboard", "wandb"]
+    assert plugin_names(PROMPT_OPTIMIZERS)[:2] == ["best_of", "gepa"]
+    assert "brevity" in plugin_names(JUDGES)
+    assert "json_lines" in plugin_names(MONITORS)
 
 
 def test_a_plugin_estimator_gives_the_advantages_of_groups(installed: Path) -> None:
@@ -116,7 +116,7 @@ def test_an_unknown_or_wrong_objective_is_refused_with_the_names(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        SettingError, match=r"learner\.loss_type is 'ppo'; it must be one of dapo, .*plug-in: positive_only"
+        SettingError, match=r"learner\.loss_type is 'ppo'; it must be one of dapo, .*plug-in: .*positive_only"
     ):
         LearnerSettings(loss_type="ppo")
     register(tmp_path, "odd", "[ratchet.objectives]\nnumber = math:pi\nabsent = no_such_module:X\n")
@@ -179,9 +179,26 @@ def test_a_plugin_monitor_receives_the_rounds_of_training(installed: Path, tmp_p
 
 def test_a_missing_plugin_is_refused_with_the_group_and_the_installed_names() -> None:
     with pytest.raises(
-        OptimizerMissing, match=r"--method guess: .*ratchet\.prompt_optimizers \(installed: gepa, mipro"
+        OptimizerMissing, match=r"--method guess: .*ratchet\.prompt_optimizers \(installed: gepa.*correct the name"
     ):
         load_optimizer("guess")
+
+
+def test_a_plugin_of_ratchets_own_that_is_not_installed_is_named_with_its_distribution(tmp_path: Path) -> None:
+    program = (
+        "from ratchet.trainer.errors import PluginError\n"
+        "from ratchet.trainer.user_code.plugins import OWN_PLUGINS, load_plugin\n"
+        "for group, name in [(group, name) for group, names in OWN_PLUGINS.items() for name in names]:\n"
+        "    try: load_plugin(group, name)\n"
+        "    except PluginError as error: print(error)\n"
+    )
+    command = [sys.executable, "-S", "-c", program]
+    environ = environment_without_plugins(tmp_path)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    folders = [folder for names in OWN_PLUGINS.values() for folder in names.values()]
+    for folder, error in zip(folders, done.stdout.splitlines(), strict=True):
+        assert f"install ratchet-rl-{folder}, " in error
+        assert f"pip install ./plugins/{folder}" in error
 
 
 def register(folder: Path, distribution: str, lines: str) -> None:
@@ -200,11 +217,13 @@ def test_a_plugin_that_cannot_be_imported_names_its_distribution_and_the_remedy(
         tmp_path, "broken", "[ratchet.judges]\nabsent = no_such_module:Judge\nextra = no_such_module:Judge [llm]\n"
         "leaves = leaves:Judge\n",
     )  # fmt: skip
+    register(tmp_path, "ratchet-rl-own", "[ratchet.judges]\nown = no_such_module:Judge\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     expected = {
         "absent": r"ratchet\.judges \(no_such_module:Judge, from broken 2\.1\).*No module named.*missing module",
         "extra": r"pip install 'broken\[llm\]'",
         "leaves": r"SystemExit: 3; update broken",
+        "own": r"ratchet-rl-own 2\.1\).*No module named.*install ratchet-rl-own.*pip install \./plugins/own",
     }
     for name, message in expected.items():
         with pytest.raises(PluginError, match=message):

@@ -1,4 +1,4 @@
-"""GEPA in this environment, and what holds for optimisers whatever they are. MIPRO: test_prompt_mipro.py."""
+"""GEPA, and what holds for optimizers whatever they are."""
 
 from __future__ import annotations
 
@@ -110,19 +110,17 @@ def test_a_reflection_model_that_stumbles_costs_one_proposal(reflection_server: 
 
 def test_a_missing_extra_is_reported_with_its_install_command() -> None:
     program = (
-        "import sys; sys.modules['gepa'] = None; sys.modules['dspy'] = None\n"
+        "import sys; sys.modules['gepa'] = None\n"
         "from ratchet.tuner.prompts.optimizer import load_optimizer\n"
-        "for method in ('gepa', 'mipro'):\n"
-        "    try: load_optimizer(method)\n"
-        "    except Exception as error: print(type(error).__name__, error)\n"
+        "try: load_optimizer('gepa')\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=60, check=True
     )
-    assert done.stdout.count(f"{OptimizerMissing.__name__} --method") == 2
+    assert f"{OptimizerMissing.__name__} --method" in done.stdout
     assert "pip install '.[tune-gepa]'" in done.stdout
-    assert "pip install '.[tune-mipro]'" in done.stdout
 
 
 def test_scores_above_one_are_improved_too(reflection_server: ScriptedReflectionModel) -> None:

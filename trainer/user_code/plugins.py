@@ -1,8 +1,8 @@
 """Plug-ins: features that an installed distribution registers as Python entry points.
 
 Groups: `ratchet.judges`, `ratchet.objectives`, `ratchet.advantage_estimators`, `ratchet.prompt_optimizers`,
-`ratchet.evaluations`, `ratchet.monitors`, `ratchet.task_sources`. Ratchet's own optional features are registered in its
-pyproject.toml and are loaded the same way. What each group expects: docs/plugins.md.
+`ratchet.evaluations`, `ratchet.monitors`, `ratchet.task_sources`. Ratchet's own plug-ins (plugins/) are distributions
+that are registered and loaded the same way. What each group expects: docs/plugins.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from ratchet.store.install_hint import install_hint
+from ratchet.store.install_hint import install_hint, plugin_hint
 from ratchet.trainer.errors import PluginError
 
 JUDGES: Final = "ratchet.judges"
@@ -20,6 +20,10 @@ MONITORS: Final = "ratchet.monitors"
 TASK_SOURCES: Final = "ratchet.task_sources"
 OBJECTIVE_PLUGINS: Final = "ratchet.objectives"
 ADVANTAGE_ESTIMATORS: Final = "ratchet.advantage_estimators"
+# What Ratchet's own plug-ins register: name -> folder of plugins/, by group.
+OWN_PLUGINS: Final[dict[str, dict[str, str]]] = {
+    PROMPT_OPTIMIZERS: {"mipro": "mipro"},
+}
 
 
 def plugin_names(group: str) -> list[str]:
@@ -33,8 +37,8 @@ def load_plugin(group: str, name: str) -> Any:
     if not points:
         installed = ", ".join(plugin_names(group)) or "none"
         raise PluginError(
-            f"no plug-in {name!r} in the entry-point group {group} (installed: {installed}): correct the name, or "
-            "install the distribution that registers it into this Python environment"
+            f"no plug-in {name!r} in the entry-point group {group} (installed: {installed}): "
+            f"{missing_plugin_remedy(group, name)}"
         )
     if len(points) > 1:
         owners = " and ".join(sorted(_distribution(point) for point in points))
@@ -50,6 +54,13 @@ def load_plugin(group: str, name: str) -> Any:
         ) from error
 
 
+def missing_plugin_remedy(group: str, name: str) -> str:
+    """Return the clause that says what to do about a plug-in that is not installed."""
+    if folder := OWN_PLUGINS.get(group, {}).get(name):
+        return plugin_hint(folder)
+    return "correct the name, or install the distribution that registers it into this Python environment"
+
+
 def _distribution(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"
 
@@ -61,6 +72,8 @@ def _remedy(point: EntryPoint, error: BaseException) -> str:
         return install_hint(extra.removesuffix("]"))
     if bracket:
         return f"install the extra: pip install '{name}[{extra}'"
+    if isinstance(error, ModuleNotFoundError) and name.startswith("ratchet-rl-"):
+        return plugin_hint(name.removeprefix("ratchet-rl-"))
     if isinstance(error, ModuleNotFoundError):
         return f"install the missing module, or update {name}"
     return f"update {name}, or report the error to its authors"

@@ -18,7 +18,7 @@ class PromptSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     method: str = Field(
-        "gepa", description="optimizer: gepa (extra tune-gepa), mipro (extra tune-mipro) or the name of a plug-in"
+        "gepa", description="optimizer: gepa (extra tune-gepa) or the name of a plug-in, such as mipro"
     )
     mode: Literal["auto", "replace", "append"] = Field(
         "auto",

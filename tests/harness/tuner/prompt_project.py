@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from ratchet.store.store import Store, open_store
 from tests.harness.cli.project import Project
@@ -14,9 +16,38 @@ from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompted_vllm import PromptedVllm
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
+AGENT = "tests.harness.tuner.world_agent"
+
+
+@dataclass
+class PromptProject:
+    """A project with a proxy, a model that follows the system prompt, and a reflection model."""
+
+    project: Project
+    store: Store
+    vllm: PromptedVllm
+    proxy: Proxy
+    reflection: ScriptedReflectionModel
+
+    def arguments(self, agent: str = "agent", **given: Any) -> list[str]:
+        options = {
+            "tasks": "world", "workflow": f"{AGENT}:{agent}", "judge": f"{AGENT}:judge", "seed": 1,
+            "reflection-url": self.reflection.url, "reflection-model": "scripted-reflection", "max_rollouts": 200,
+            **given,
+        }  # fmt: skip
+        return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+    def tune(self, agent: str = "agent", *more: str, **given: Any) -> Any:
+        """Run the command to its end."""
+        return self.project.run("tune", "prompt", *self.arguments(agent, **given), *more, seconds=180)
+
+    def swapped(self) -> set[str]:
+        """The system prompts that the model saw."""
+        return set(self.vllm.prompts)
+
 
 @contextlib.contextmanager
-def prompt_project(project: Project) -> Iterator[tuple[Store, PromptedVllm, Proxy, ScriptedReflectionModel]]:
+def prompt_project(project: Project, reflection: ScriptedReflectionModel | None = None) -> Iterator[PromptProject]:
     """Serve the models and the proxy for the block."""
     vllm = PromptedVllm()
     folder = project.folder / "world"
@@ -28,6 +59,6 @@ def prompt_project(project: Project) -> Iterator[tuple[Store, PromptedVllm, Prox
         store = open_store(str(project.folder / "s.db"))
         stack.callback(store.close)
         proxy = stack.enter_context(running(url, store, project.folder, model="policy"))
-        reflection = stack.enter_context(ScriptedReflectionModel().running())
+        served_reflection = stack.enter_context((reflection or ScriptedReflectionModel()).running())
         project.write(store="sqlite:///s.db", tuner={"proxy_url": proxy.url})
-        yield store, vllm, proxy, reflection
+        yield PromptProject(project, store, vllm, proxy, served_reflection)

@@ -1,6 +1,6 @@
 """A program for an environment with DSPy: runs MIPRO in the small world once per case and prints the results as JSON.
 
-Run alone: `python -m tests.harness.tuner.mipro_in_the_small_world REFLECTION_URL`.
+Run alone: `python mipro_in_the_small_world.py REFLECTION_URL`, with Ratchet's tests on the path.
 """
 
 from __future__ import annotations
