@@ -12,7 +12,7 @@ import re
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any
 
 import yaml
@@ -340,13 +340,24 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def _parse(kind: Any, text: str, name: str) -> Any:
-    """Return a variable's value: the text itself for text and paths, else read as YAML."""
-    if kind in (str, Path) or typing.get_origin(kind) is typing.Literal:
-        return text
+    """Return a variable's value: the text itself for text and paths (None if null is allowed), else read as YAML."""
+    if _is_text(kind):
+        return None if NoneType in typing.get_args(kind) and text.strip() in ("", "null", "~") else text
     try:
         return yaml.safe_load(text)
+    except yaml.reader.ReaderError:  # a character that YAML has not, as any beyond ASCII is where Python reads ASCII
+        return text
     except yaml.YAMLError as error:
         raise SettingsError(f"variable {name}: cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _is_text(kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    if origin is typing.Annotated:
+        return _is_text(typing.get_args(kind)[0])
+    if origin in (typing.Union, UnionType):
+        return all(_is_text(one) for one in typing.get_args(kind) if one is not NoneType)
+    return kind in (str, Path) or origin is typing.Literal
 
 
 def _check(settings: Settings, environ: Mapping[str, str]) -> None:

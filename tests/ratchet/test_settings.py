@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any, get_args
 
+import httpx
 import pytest
 
 from ratchet.errors import SettingsError
@@ -15,6 +18,7 @@ from ratchet.settings.setting_errors import leaves, type_of_key
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.tasks.task_set import TaskSet
 from ratchet.tuner.tasks.imported import ImportedTasks
+from tests.harness.cli.project import Project, wait_for
 
 
 def read(tmp_path: Path, text: str, **environ: str) -> Settings:
@@ -165,6 +169,38 @@ def test_lists_and_mappings_can_be_given_by_variable(tmp_path: Path) -> None:
     vllm = read(tmp_path, "", **environ).vllm
     assert vllm.extra_args == ("--seed", "3")
     assert vllm.env == {"OMP_NUM_THREADS": "2"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["日本.db", "a: b.db", "two\nlines.db", "a #b.db", "'quoted'.db", " 007", os.fsdecode("é".encode("latin-1"))],
+)
+def test_a_path_by_variable_is_taken_as_it_is(tmp_path: Path, text: str) -> None:
+    tls = {"RATCHET_PROXY__TLS_CERTIFICATE": text, "RATCHET_PROXY__TLS_KEY": text}
+    settings = read(tmp_path, "", RATCHET_STORE=text, RATCHET_STATE_DIR=text, **tls)
+    assert (settings.store, settings.state_dir) == (text, Path(text))
+    assert settings.proxy_settings({}).tls_key == Path(text)
+
+
+@pytest.mark.slow
+def test_a_proxy_that_reads_ascii_opens_a_store_of_any_name(project: Project) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    name = "日本 a: b\nメール.db"
+    project.start("proxy", "--upstream", "http://127.0.0.1:1", "--model", "agent", RATCHET_STORE=name, **ascii_only)
+    url = f"http://127.0.0.1:{project.content['proxy']['port']}/health/ready"
+
+    def uses_the_store() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return bool(httpx.get(url).json()["store_up"])
+        return False
+
+    wait_for("the proxy reads the store", uses_the_store)
+    assert (project.folder / name).exists()
+
+
+@pytest.mark.parametrize("text", ["", "null", "~"])
+def test_an_empty_variable_or_null_is_no_text(tmp_path: Path, text: str) -> None:
+    assert read(tmp_path, "", RATCHET_STORE=text).store is None
 
 
 def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:

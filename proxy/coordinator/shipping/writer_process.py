@@ -86,7 +86,7 @@ class WriterProcess:
             env={**os.environ, "PYTHONPATH": path},
         )
         assert self._child.stdin is not None
-        _send(self._child.stdin, self._store_url.encode())
+        _send(self._child.stdin, os.fsencode(self._store_url))
 
     def write(self, segment: SegmentRange) -> WriteResult:
         """Write a range, or its beginning. Raises StoreError, OSError; then it must be written again."""
@@ -166,7 +166,7 @@ def main(log_format: Any, log_level: Any) -> None:
     url = _receive(requests)
     if url is None:
         return
-    writer = InProcessWriter(Store(connect(url.decode(), create=False, writes_much=True)))
+    writer = InProcessWriter(Store(connect(os.fsdecode(url), create=False, writes_much=True)))
     gc.collect()
     gc.freeze()  # imported modules stay
     gc.set_threshold(*GC_THRESHOLDS)
