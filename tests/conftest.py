@@ -1,4 +1,4 @@
-"""Shared fixtures: an empty store, created once by the migrations and copied, and no TLS certificates."""
+"""Shared fixtures: an empty store, created once and copied, and no TLS certificates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite store as the migrations make it; never written to."""
+    """An empty SQLite store; never written to."""
     file = tmp_path_factory.mktemp("migrated") / "store.db"
     open_store(str(file)).close()
     return file

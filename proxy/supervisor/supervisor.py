@@ -60,7 +60,7 @@ def serve(
     if settings.is_one_process:
         return server.serve(settings, on_listening, follow_agents)
     settings.check_token()
-    open_store(settings.store).close()  # creates or migrates it once
+    open_store(settings.store).close()  # creates it once
     with ExitStack() as stack:
         names = [f"worker-{number}" for number in range(1, settings.workers + 1)]
         public = stack.enter_context(server.listen(settings.host, settings.port)) if names else None

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import msgspec
 
 _QUIETED_LOGGERS = (
-    "alembic",
     "httpx",
     "httpcore",
     "asyncio",

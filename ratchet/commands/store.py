@@ -41,30 +41,19 @@ store.add_command(export)
 @options.project
 @click.pass_context
 def migrate(context: click.Context, store: str | None, project: str | None) -> None:
-    """Migrate the database to the schema of this version. Stop the services and back it up first.
-
-    Refused while the store knows of a proxy, a trainer or a run of the tuner that uses it, if there is something to
-    migrate. One that was killed counts as running for up to `trainer.lease_seconds` (30).
+    """Create the tables in an empty database; a database of another schema is refused.
 
     \b
     Example:
       ratchet store migrate --store postgresql://ratchet@db/ratchet
     """
-    from ratchet.store.coordination.running_processes import running_processes
-    from ratchet.store.db.engine import HEAD, connect, schema_version
-    from ratchet.store.db.engine import migrate as bring_to_head
-    from ratchet.store.errors import StoreError
+    from ratchet.store.db.engine import HEAD, connect, ensure_schema, schema_version
 
     engine = connect(store_url_of(context, store, project))
     before = schema_version(engine)
-    if before not in (None, HEAD) and (running := running_processes(engine)):
-        raise StoreError(
-            f"the store has schema {before}, and these processes use it: {'; '.join(running)}: stop them, then migrate "
-            f"to {HEAD} (one that was killed counts for up to `trainer.lease_seconds`, 30 s by default)"
-        )
-    bring_to_head(engine)
+    ensure_schema(engine)
     engine.dispose()
-    click.echo(f"schema {before or 'none'} -> {HEAD}" if before != HEAD else f"schema {HEAD}: nothing to do")
+    click.echo(f"schema {HEAD}: nothing to do" if before else f"schema none -> {HEAD}")
 
 
 @store.command()

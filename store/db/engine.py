@@ -23,8 +23,7 @@ from ratchet.store.db.sqlite_files import watch_files
 from ratchet.store.errors import RecordNotFound, SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
 from ratchet.store.install_hint import install_hint
 
-HEAD = "0001_shared_parents"  # the newest migration; a test compares it with the migrations folder
-_MIGRATIONS = Path(__file__).parent / "migrations"  # versions/REVISION.py
+HEAD = "0001_shared_parents"  # the schema's version: another one with every change of the tables, which a test demands
 _WAL_SECONDS = 15.0
 # PostgreSQL's errors that are no OperationalError and yet about the server's state, not about a statement's values:
 # read-only (a standby), a statement that a connection pooler's other server has not prepared, or has, privileges, a
@@ -46,7 +45,7 @@ _CONNECTION_LIMITS = {
     "keepalives_count": 4,
     "tcp_user_timeout": 30000,
 }
-_MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time creates the schema
+_CREATION_LOCK = 0x52415443  # advisory lock: one process at a time creates the schema
 
 for _kind in (bytes, type(None)):  # without an adapter, Python 3.11 looks for one at every value, in twice the time
     sqlite3.register_adapter(_kind, lambda value: value)
@@ -265,61 +264,53 @@ def check_url(text: str) -> None:
 
 
 def schema_version(engine: sa.Engine) -> str | None:
-    """Return the newest migration of the database; None for an empty database."""
+    """Return the version of the database's schema; None for an empty database."""
     with read(engine) as connection:
-        if not sa.inspect(connection).has_table("alembic_version"):
-            return None
-        version: str | None = connection.scalar(sa.text("SELECT version_num FROM alembic_version"))
-        return version
+        return _read_version(connection)
+
+
+def _read_version(connection: sa.Connection) -> str | None:
+    if not sa.inspect(connection).has_table("alembic_version"):  # Alembic's own table: it begins with the first release
+        return None
+    version: str | None = connection.scalar(sa.text("SELECT version_num FROM alembic_version"))
+    return version
 
 
 def ensure_schema(engine: sa.Engine) -> None:
-    """Create the schema in an empty database. Raises SchemaMismatch if the database has another schema version."""
+    """Create the schema in an empty database, in one transaction. Several processes may call it at once.
+
+    Raises SchemaMismatch if the database has another schema, StoreUnavailable.
+    """
     version = schema_version(engine)
     if version is None:
-        migrate(engine)
-        version = schema_version(engine)
+        version = _create_schema(engine)
     if version != HEAD:
-        raise _mismatch(engine, version)
+        raise SchemaMismatch(
+            f"the store {engine.url.render_as_string()} has schema {version}, this version of Ratchet needs {HEAD}: "
+            "use the version of Ratchet that created it, or name a new store (--store, RATCHET_STORE); schemas from "
+            "before the first release are not migrated"
+        )
 
 
-def migrate(engine: sa.Engine) -> None:
-    """Migrate the database to HEAD, in one transaction. Several processes may call it at once.
+def _create_schema(engine: sa.Engine) -> str:
+    """Create every table, unless another process has by now; return the schema's version."""
+    from ratchet.store.db.schema import metadata
 
-    Raises SchemaMismatch if no migration leads from the database's schema to HEAD, StoreUnavailable.
-    """
-    from alembic import command
-    from alembic.config import Config
-    from alembic.util import CommandError
-
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS))
     try:
         with engine.connect() as connection:
             if engine.dialect.name == "sqlite":
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
             else:
-                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_CREATION_LOCK})")
+            if (version := _read_version(connection)) is not None:
+                return version
+            metadata.create_all(connection)
+            connection.exec_driver_sql("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
+            connection.execute(sa.text("INSERT INTO alembic_version VALUES (:version)"), {"version": HEAD})
             connection.commit()
-    except CommandError as error:
-        raise _mismatch(engine, schema_version(engine)) from error
     except DBAPIError as error:
         raise StoreUnavailable(
-            f"the store {engine.url.render_as_string()} could not be migrated: {error.orig}; check that its disk has "
-            "space, that this user may write to it, and that no other process is migrating it"
+            f"the tables of the store {engine.url.render_as_string()} could not be created: {error.orig}; check that "
+            "its disk has space and that this user may write to it"
         ) from error
-
-
-def _mismatch(engine: sa.Engine, version: str | None) -> SchemaMismatch:
-    shown = engine.url.render_as_string()
-    if any(_MIGRATIONS.glob(f"versions/{version}.py")):
-        typed = "URL" if engine.url.password else shown  # without its password the URL cannot be copied
-        remedy = f"back it up, then run `ratchet store migrate --store {typed}`"
-    else:
-        remedy = (
-            "use the version of Ratchet that created it, or name a new store (--store, RATCHET_STORE); schemas from "
-            "before the first release are not migrated"
-        )
-    return SchemaMismatch(f"the store {shown} has schema {version}, this version of Ratchet needs {HEAD}: {remedy}")
+    return HEAD

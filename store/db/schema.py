@@ -1,6 +1,7 @@
 """Every table of the store, by name.
 
-Each uniqueness rule is a database constraint with the rule above it. A test compares the migration with these tables.
+Each uniqueness rule is a database constraint with the rule above it. Until the first release the database is created
+from these tables, and a change of them needs another `engine.HEAD`.
 """
 
 from __future__ import annotations

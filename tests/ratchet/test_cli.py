@@ -152,22 +152,6 @@ def test_a_store_is_migrated_verified_and_listed(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_is_not_migrated_under_a_running_proxy(project: Project) -> None:
-    file = project.folder / "store.db"
-    with contextlib.closing(open_store(str(file))) as store:
-        last_at = time.time() + 600  # the commands may be slow
-        store.proxy_instances.heartbeat(ProxyInstance("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, last_at))
-        assert "nothing to do" in project.run("store", "migrate", "--store", str(file)).stdout
-        with contextlib.closing(sqlite3.connect(file)) as connection, connection:
-            connection.execute("UPDATE alembic_version SET version_num = '0000'")
-        done = project.run("store", "migrate", "--store", str(file))
-        assert done.returncode == 1
-        assert "these processes use it: proxy http://proxy:8000: stop them" in done.stdout
-        store.proxy_instances.remove("d")
-    assert "has schema 0000" in project.run("store", "migrate", "--store", str(file)).stdout
-
-
-@pytest.mark.slow
 def test_a_command_that_reads_makes_no_store_of_a_misspelt_name(project: Project) -> None:
     words = ("trajectories list", "store export", "status", "policies list", "tune runs", "keys list", "audit",
              "judge show grp_1", "feedback export --format unpaired --out rows.jsonl")  # fmt: skip

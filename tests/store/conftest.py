@@ -32,7 +32,7 @@ def postgres() -> Iterator[sa.URL]:
 
 @pytest.fixture(scope="session")
 def migrated_postgres(postgres: sa.URL) -> str:
-    """The name of a database as the migrations make it; never written to."""
+    """The name of an empty store; never written to."""
     url = _database(postgres)
     open_store(url).close()
     return str(sa.make_url(url).database)

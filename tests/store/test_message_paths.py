@@ -75,7 +75,7 @@ def test_neither_kind_of_parent_reads_the_whole_table(store: Store, store_url: s
     engine.dispose()
 
 
-def test_the_index_of_the_migration_has_the_condition_of_the_table(store: Store, store_url: str) -> None:
+def test_the_index_of_shared_parents_has_the_condition_of_the_table(store: Store, store_url: str) -> None:
     engine = connect(store_url)
     with engine.connect() as connection:
         if engine.dialect.name == "sqlite":
