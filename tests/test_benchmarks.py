@@ -35,12 +35,12 @@ QUICK: dict[str, tuple[str, ...]] = {
 # Not run here, with the reason.
 LONG = {
     "added_latency": "tests/proxy/test_added_latency.py runs it before a proxy",
+    "conformance": "needs the clients' environments and the real vLLM",
     "default_rates": "trains on the real vLLM",
     "durability": "tests/proxy/test_campaign.py runs the campaign",
     "exactly_once": "tests/trainer/test_exactly_once.py runs the campaign",
     "harmful_versions": "trains on the real vLLM",
     "hostile": "tests/proxy/test_hostile.py runs the campaign",
-    "real_clients": "needs the clients' environments and the real vLLM",
     "partitions": "needs root for network namespaces, and minutes",
     "several_agents": "trains on the real vLLM",
     "swaps": "tests/trainer/test_swaps.py runs the campaign",

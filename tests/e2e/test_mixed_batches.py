@@ -17,6 +17,7 @@ from tests.harness.vllm.engine import vllm
 POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
 BASE = served_name(Settings())
 SLOTS = 2
+TEXT = "Where is the picnic?"
 
 
 def make_adapter(folder: Path, seed: int, *, changes: bool = True) -> Path:
@@ -34,7 +35,7 @@ def make_adapter(folder: Path, seed: int, *, changes: bool = True) -> Path:
 
 def logprobs(url: str, model: str) -> list[float]:
     """The logprobs of a greedy answer."""
-    ask: dict[str, Any] = {"model": model, "prompt": "Where is the picnic?", "max_tokens": 48, "temperature": 0}
+    ask: dict[str, Any] = {"model": model, "prompt": TEXT, "max_tokens": 48, "temperature": 0}
     answer = httpx.post(f"{url}/v1/completions", json={**ask, "logprobs": 1, "ignore_eos": True}, timeout=120)
     assert answer.status_code == 200, answer.text
     return [float(value) for value in answer.json()["choices"][0]["logprobs"]["token_logprobs"]]
@@ -46,30 +47,44 @@ def load_adapter(url: str, name: str, folder: Path) -> None:
     assert loaded.status_code == 200, loaded.text
 
 
-def prompt_logprobs(url: str, model: str) -> list[float]:
-    """The logprobs of a prompt's own tokens, after its first."""
-    ask: dict[str, Any] = {"model": model, "prompt": list(range(5, 205)), "max_tokens": 1, "prompt_logprobs": 0}
-    answer = httpx.post(f"{url}/v1/completions", json=ask, timeout=120)
+def prompt_logprobs(url: str, model: str, route: str) -> list[float]:
+    """The logprobs of a prompt's own tokens, as a route gives them."""
+    ids = list(range(5, 205))
+    path, ask = {
+        "completions": ("/v1/completions", {"prompt": ids, "prompt_logprobs": 0}),
+        "echo": ("/v1/completions", {"prompt": ids, "echo": True, "logprobs": 1}),
+        "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT * 20}], "prompt_logprobs": 0}),
+    }[route]
+    answer = httpx.post(f"{url}{path}", json={"model": model, "max_tokens": 1, **ask}, timeout=120)
     assert answer.status_code == 200, answer.text
-    places = answer.json()["choices"][0]["prompt_logprobs"][1:]
-    return [float(next(iter(place.values()))["logprob"]) for place in places]
+    choice = answer.json()["choices"][0]
+    if route == "echo":
+        return [float(value) for value in choice["logprobs"]["token_logprobs"][1 : len(ids)]]
+    places = (choice if route == "completions" else answer.json())["prompt_logprobs"]
+    return [float(next(iter(place.values()))["logprob"]) for place in places[1:]]
 
 
 @pytest.mark.e2e
-def test_prompt_logprobs_of_an_adapter_beside_other_calls_end_no_engine(tmp_path: Path) -> None:
-    arguments = ("--dtype", "float32", "--no-enable-prefix-caching")
-    with vllm(POLICY, tmp_path / "vllm.log", *arguments, max_model_len=512) as url:
-        load_adapter(url, "adapter", make_adapter(tmp_path / "adapter", 0))
-        alone = {model: prompt_logprobs(url, model) for model in (BASE, "adapter")}
-        with ThreadPoolExecutor(12) as pool:
-            others = [pool.submit(logprobs, url, model) for model in (BASE, "adapter") * 4]
-            beside = [(model, pool.submit(prompt_logprobs, url, model)) for model in (BASE, "adapter") * 4]
-            for model, got in beside:
-                assert got.result() == pytest.approx(alone[model], abs=1e-3), model
+def test_prompt_logprobs_of_base_model_and_adapters_beside_other_calls_end_no_engine(tmp_path: Path) -> None:
+    models = [BASE, *(f"adapter-{number}" for number in range(SLOTS))]
+    arguments = ("--max-loras", str(SLOTS), "--dtype", "float32", "--no-enable-prefix-caching")
+    with vllm(POLICY, tmp_path / "vllm.log", *arguments, max_model_len=1024) as url:
+        for seed, name in enumerate(models[1:]):
+            load_adapter(url, name, make_adapter(tmp_path / name, seed))
+        kinds = [(model, route) for model in models for route in ("completions", "echo", "chat")]
+        alone = {kind: prompt_logprobs(url, *kind) for kind in kinds}
+        with ThreadPoolExecutor(24) as pool:
+            others = [pool.submit(logprobs, url, model) for model in models * 3]
+            beside = [(kind, pool.submit(prompt_logprobs, url, *kind)) for kind in kinds * 2]
+            for kind, got in beside:
+                assert got.result() == pytest.approx(alone[kind], abs=1e-3), kind
             for other in others:
                 other.result()
         assert httpx.get(f"{url}/health", timeout=10).status_code == 200
-    assert alone["adapter"] != pytest.approx(alone[BASE], abs=0.1)
+    for model in models:
+        assert alone[model, "echo"] == pytest.approx(alone[model, "completions"], abs=1e-3)
+    assert alone[models[1], "chat"] != pytest.approx(alone[BASE, "chat"], abs=0.1)
+    assert alone[models[1], "chat"] != pytest.approx(alone[models[2], "chat"], abs=0.1)
 
 
 @pytest.mark.e2e

@@ -179,7 +179,9 @@ class ScriptedVllm:
         if "broken" in script:
             return thought + "<tool_call>{broken</tool_call>"
         if "tool" in script:
-            arguments = json.loads(script.get("args", '{"q":"budget","n":2}').replace(".", " "))
+            text = script.get("args", '{"q":"budget","n":2}').replace(".", " ")
+            text = text.replace('\\"', '"') if text.startswith('{\\"') else text  # in a tool's result in JSON
+            arguments, _ = json.JSONDecoder().raw_decode(text)
             return thought + "".join(
                 tool_text(name, arguments, "drift" in script) for name in script["tool"].split("+")
             )
