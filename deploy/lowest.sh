@@ -17,12 +17,11 @@ trap 'rm -rf "$folder"' EXIT
     opentelemetry-exporter-otlp-proto-http opentelemetry-sdk "psycopg[binary]" pytest pytest-asyncio pytest-xdist trustme
 "$uv" pip install --quiet --python "$folder/venv" --no-deps --editable .
 
-# Left out: what needs Playwright, Schemathesis, TensorBoard, torch, the hub's client, the Agents SDK or vLLM.
+# Left out: what needs Playwright, Schemathesis, torch, the hub's client, the Agents SDK or vLLM.
 "$folder/venv/bin/python" -m pytest -q -n "${TEST_WORKERS:-4}" --dist worksteal -p no:cacheprovider \
     -m "not (alone or browser or clients or e2e or postgres or slow)" \
     --ignore tests/proxy/console --ignore tests/proxy/test_hostile.py \
-    --ignore tests/ratchet/test_learning_report.py --ignore tests/ratchet/test_hub_model.py \
-    --ignore tests/ratchet/test_tune_weights.py \
+    --ignore tests/ratchet/test_hub_model.py --ignore tests/ratchet/test_tune_weights.py \
     --deselect tests/proxy/test_dialects.py::test_an_agent_of_the_agents_sdk_completes_its_loop \
     --deselect tests/ratchet/test_first_hours.py::test_a_tool_call_parser_that_vllm_does_not_know_is_named_with_those_that_it_knows \
     tests/proxy tests/store tests/ratchet

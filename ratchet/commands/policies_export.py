@@ -1,4 +1,4 @@
-"""`ratchet policies export`: a version as a Hugging Face folder, with a model card."""
+"""`ratchet policies export`: a version as a Hugging Face folder, with a model card if its plug-in is installed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ratchet.store.store import Store
 
 _NAMED = re.compile(r"(?P<alias>[^@/\s]+)@(?P<version>\d+)")
+_CARD = "readme"  # name of the plug-in's entry point
 _FOLDER = click.Path(path_type=Path)
 
 
@@ -43,9 +44,9 @@ def export(
     store: str | None,
     project: str | None,
 ) -> None:
-    """Export a version in Hugging Face's format, with a model card generated from the store.
+    """Export a version in Hugging Face's format.
 
-    The card lists the training data, the judge, the decisions and the gain with its interval.
+    The plug-in model-card adds a card with the training data, the judge, the decisions and the gain with its interval.
 
     \b
     Example:
@@ -57,8 +58,7 @@ def export(
     from ratchet.status.project_status import versions
     from ratchet.supervisor.vllm_command import check_model
     from ratchet.trainer.learner.merged_model import export_adapter, export_merged
-    from ratchet.tuner.reports.model_card import model_card
-    from ratchet.tuner.reports.version_evidence import gather
+    from ratchet.trainer.user_code.plugins import MODEL_CARDS, load_plugin, missing_plugin_remedy, plugin_names
 
     if folder.exists():
         raise click.UsageError(f"{folder} already exists: name a new folder")
@@ -67,12 +67,17 @@ def export(
     with options.open_store_for_command(settings.store_url) as opened:
         found = _exportable(opened, name)
         source = _adapter_folder(settings, found)
-        card = model_card(gather(opened, found, base, versions(), source), merged=merged is not None)
+        card = None
+        if _CARD in plugin_names(MODEL_CARDS):
+            card = load_plugin(MODEL_CARDS, _CARD)(opened, found, base, versions(), source, merged=merged is not None)
     if merged:
         export_merged(base, source, folder, card, dtype)
     else:
         export_adapter(source, folder, card)
-    click.echo(f"{name}: {folder}, with its card in {folder / 'README.md'}")
+    if card is None:
+        click.echo(f"{name}: {folder}, without a model card ({missing_plugin_remedy(MODEL_CARDS, _CARD)})")
+    else:
+        click.echo(f"{name}: {folder}, with its card in {folder / 'README.md'}")
 
 
 def _exportable(store: Store, name: str) -> Policy:

@@ -6,14 +6,13 @@ import json
 import re
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ratchet.store.records import Verdict
 from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
-from tests.harness.records import answered_trajectory, call_start, ended, judged_group
+from tests.harness.records import answered_trajectory, call_start, ended
 
 
 def scored(project: Project, version: int, score: float, count: int) -> None:
@@ -107,21 +106,6 @@ def test_the_report_says_what_is_missing_and_that_rounds_move_nothing(project: P
 
 def test_a_picture_needs_the_report(project: Project) -> None:
     assert project.run("status", "--png", "x.png").returncode == 2
-
-
-@pytest.mark.slow
-def test_past_training_is_drawn_for_tensorboard_from_the_store(project: Project) -> None:
-    project.write(store="sqlite:///s.db")
-    store = open_store(str(project.folder / "s.db"))
-    assert "no round and no decision of policy" in project.run("status", "--tensorboard", "nothing").stdout
-    group = judged_group(store, ["a", "b"], [0.0, 1.0], alias="policy")
-    held = store.rounds.start("policy", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="x", groups=[group.id], metrics={"reward": 0.5})
-    store.close()
-    assert project.run("status", "--tensorboard", "drawn").stdout == "1 points: tensorboard --logdir drawn\n"
-    read = EventAccumulator(str(project.folder / "drawn")).Reload()
-    assert [(point.step, point.value) for point in read.Scalars("round/reward")] == [(1, 0.5)]
-    assert "is not empty" in project.run("status", "--tensorboard", "drawn").stdout
 
 
 def test_the_report_shows_how_long_each_tool_takes_by_version(project: Project) -> None:

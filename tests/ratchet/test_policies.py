@@ -141,18 +141,17 @@ def test_a_version_with_a_damaged_file_is_not_promoted(project: Project, store: 
 
 
 @pytest.mark.slow
-def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Project, store: Store, url: str) -> None:
+def test_a_version_is_exported_or_the_reason_why_not(project: Project, store: Store, url: str) -> None:
     folder = project.folder / "checkpoints" / "0004"
     checkpoint.write_atomically(folder, write_adapter)
     held = store.rounds.start("mail", 3)
     store.rounds.commit(held.id, version=4, checkpoint=str(folder), groups=[], metrics={"trajectories": 8})
     store.policies.promote("mail", 3, {})
     done = project.run("policies", "export", "mail@4", "--adapter", "out", "--store", url)
-    assert done.stdout == "mail@4: out, with its card in out/README.md\n"
+    assert done.stdout.startswith("mail@4: out, with")  # its card, or the plug-in that would add it
     assert (project.folder / "out" / "adapter_model.safetensors").read_bytes() == b"w"
-    assert "8 trajectories" in (project.folder / "out" / "README.md").read_text()
     again = project.run("policies", "export", "mail", "4", "--adapter", "again", "--store", url)
-    assert again.stdout == "mail@4: again, with its card in again/README.md\n"
+    assert again.stdout.startswith("mail@4: again, with")
     for name, reason in (
         ("mail@0", "it is the base model"),
         ("mail@2", "is missing or incomplete"),

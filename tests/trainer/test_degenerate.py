@@ -75,11 +75,6 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
             "clip every token after the first of 2 steps",
             "0.2 and 0.28",
         ),
-        (
-            {"ungrouped": "baseline", "learner": {"loss_type": "dpo"}},
-            "only one response to a prompt",
-            "apo_zero_unpaired",
-        ),
         ({"learner": {"loss_type": "cispo", "epsilon": 0.1}}, "epsilon has no effect with loss cispo", "leave it"),
         (
             {"learner": {"loss_type": "sft", "top_entropy_quantile": 0.2}},
@@ -92,11 +87,6 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
             "use a loss that has",
         ),
         ({"learner": {"preference_beta": 0.5}}, "preference_beta has no effect with loss dapo", "leave it out"),
-        (
-            {"turn_weight": 1.0, "learner": {"loss_type": "dpo"}},
-            "turn_weight has no effect with loss dpo",
-            "set it to 0",
-        ),
         ({"judge": SHORT}, "same score: rule short with limit 1", "longest good length"),
         ({"judge": ANYTHING}, "matches every response", "only a good response"),
         (
@@ -128,7 +118,6 @@ def test_a_learning_rate_of_zero_is_refused() -> None:
         {"max_staleness": 0},  # on-policy: what was sampled before a swap is dropped, what comes after it is trained
         {"learner": {"epsilon": 1e-6, "epsilon_high": 1e-6}},  # in the only step every ratio is 1
         {"learner": {"max_grad_norm": 0}},
-        {"ungrouped": "baseline", "learner": {"loss_type": "apo_zero_unpaired", "preference_beta": 0.5}},
         {"learner": {"loss_type": "cispo", "epsilon_high": 4.0, "top_entropy_quantile": 0.2}},
         {"learner": {"loss_type": "dr_grpo", "dr_grpo_length": 64, "epsilon": 0.1}},
         {"judge": {"kind": "composite", "parts": [part(SHORT, weight=1.0), part({"kind": "behavior", "rule": "ended"},

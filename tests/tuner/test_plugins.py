@@ -32,6 +32,7 @@ from ratchet.trainer.user_code.plugins import (
     plugin_names,
 )
 from ratchet.tuner.prompts.optimizer import load_optimizer
+from tests.harness.metadata import register
 from tests.harness.packages import environment_without_plugins
 from tests.harness.trainer.tiny import build_tiny_model
 from tests.harness.tuner import prompt_world
@@ -199,14 +200,6 @@ def test_a_plugin_of_ratchets_own_that_is_not_installed_is_named_with_its_distri
     for folder, error in zip(folders, done.stdout.splitlines(), strict=True):
         assert f"install ratchet-rl-{folder}, " in error
         assert f"pip install ./plugins/{folder}" in error
-
-
-def register(folder: Path, distribution: str, lines: str) -> None:
-    """Write the metadata of an installed distribution."""
-    info = folder / f"{distribution}-2.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.1\n")
-    (info / "entry_points.txt").write_text(lines)
 
 
 def test_a_plugin_that_cannot_be_imported_names_its_distribution_and_the_remedy(

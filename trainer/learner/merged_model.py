@@ -1,4 +1,4 @@
-"""Exports a version as a folder with its model card: the adapter merged into the base model, or the adapter alone.
+"""Exports a version as a folder, with its card: the adapter merged into the base model, or the adapter alone.
 
 The folder is complete or absent. The merged model's logits are those of base model and adapter, up to the rounding of
 its dtype. Torch is imported by the merge only.
@@ -18,7 +18,7 @@ _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def export_merged(
-    base_model: str, adapter: Path, folder: Path, card: str, dtype: Literal["auto", "float32"] = "auto"
+    base_model: str, adapter: Path, folder: Path, card: str | None, dtype: Literal["auto", "float32"] = "auto"
 ) -> None:
     """Write base model and adapter as one Hugging Face model with tokenizer and chat template.
 
@@ -32,21 +32,26 @@ def export_merged(
         model, tokenizer = _merged(base_model, adapter, dtype)
         model.save_pretrained(inner)
         tokenizer.save_pretrained(inner)
-        (inner / CARD).write_text(card)
+        _write_card(inner, card)
 
     checkpoint.write_atomically(folder, write)
 
 
-def export_adapter(adapter: Path, folder: Path, card: str) -> None:
+def export_adapter(adapter: Path, folder: Path, card: str | None) -> None:
     """Copy the adapter, as peft and vLLM load it. Raises CheckpointDamaged, CheckpointExists, CheckpointUnwritable."""
     _check(adapter)
 
     def write(inner: Path) -> None:
         for name in _ADAPTER:
             shutil.copyfile(adapter / name, inner / name)
-        (inner / CARD).write_text(card)
+        _write_card(inner, card)
 
     checkpoint.write_atomically(folder, write)
+
+
+def _write_card(folder: Path, card: str | None) -> None:
+    if card is not None:
+        (folder / CARD).write_text(card)
 
 
 def _check(adapter: Path) -> None:

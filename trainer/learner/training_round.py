@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ratchet.trainer.errors import NoLearningSignal, RowError
-from ratchet.trainer.learner import checkpoint_state, policy_shift, preference_weights, sharding, token_mismatch
+from ratchet.trainer.learner import checkpoint_state, policy_shift, sharding, token_mismatch
 from ratchet.trainer.learner.agent_state import AgentState, local
 from ratchet.trainer.learner.learning_rate import RoundShift, sample_stride
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer, StepMetrics
@@ -24,6 +24,7 @@ from ratchet.trainer.learner.policy_shift import PolicyShift
 from ratchet.trainer.learner.whitening import whiten
 from ratchet.trainer.learner_api.protocol import ModelLimits, RoundReport, unfit, unfit_ids
 from ratchet.trainer.rows.token_row import TokenRow, scored_row
+from ratchet.trainer.settings.objectives import Preference
 
 Steps = tuple[list[list[Micro]], list[StepMetrics], list[float]]  # micro-batches, steps, losses of taken steps
 
@@ -54,9 +55,8 @@ class TrainingRound:
         shift_micros = self._trainer.shift_sample(rows) if self._settings.objective.ratio == "none" else None
         rate = self._trainer.rate_controller.rate_at(self._state.step) * rate_scale
         self._trainer.set_learning_rate(rate)
-        prepared, steps, losses = (
-            self._preference_steps(rows) if self._settings.objective.preference else self._policy_steps(rows)
-        )
+        preference = self._settings.objective.preference
+        prepared, steps, losses = self._preference_steps(rows, preference) if preference else self._policy_steps(rows)
         applied = [step for step in steps if step.applied]
         if not applied:
             raise NoLearningSignal(self._reason_for_no_signal(len(rows), sum(step.rows_rejected for step in steps)))
@@ -123,17 +123,15 @@ class TrainingRound:
         steps = [self._take_step(micros) for micros in prepared]
         return prepared, steps, [step.loss for step in steps if step.applied]
 
-    def _preference_steps(self, rows: Sequence[TokenRow]) -> Steps:
+    def _preference_steps(self, rows: Sequence[TokenRow], preference: Preference) -> Steps:
         """Take the steps of a preference loss: each computes its weights with the policy that it starts from."""
-        loss, beta = self._settings.loss_type, self._settings.preference_beta
         prepared, steps, losses = [], [], []
-        for part in self._parts(preference_weights.units(rows, loss)):
-            weighted = preference_weights.weighted_rows(
-                part, preference_gaps(self._trainer, self._limits, part), loss, beta
-            )
-            prepared.append(self._trainer.prepare(weighted.rows, only_step=True))
+        for part in self._parts(preference.units(rows)):
+            gaps = preference_gaps(self._trainer, self._limits, part)
+            weighted, loss = preference.weighted_rows(part, gaps, self._settings.preference_beta)
+            prepared.append(self._trainer.prepare(weighted, only_step=True))
             steps.append(self._take_step(prepared[-1]))
-            losses.append(weighted.loss)
+            losses.append(loss)
         return prepared, steps, losses
 
     def _take_step(self, micros: Sequence[Micro]) -> StepMetrics:
@@ -144,7 +142,7 @@ class TrainingRound:
     def _check_signal(self, rows: Sequence[TokenRow]) -> None:
         if not rows:
             raise NoLearningSignal("the round has no rows")
-        if self._settings.objective.preference and not preference_weights.units(rows, self._settings.loss_type):
+        if (preference := self._settings.objective.preference) and not preference.units(rows):
             raise NoLearningSignal(f"no trajectory among the {len(rows)} rows of the round is preferred to another")
         # Without a gradient AdamW would still move the weights, by the momentum of earlier rounds.
         if not self._settings.beta and not any(row.has_signal for row in rows):

@@ -13,7 +13,6 @@ from typing import Literal
 from ratchet.trainer.settings.adapter_and_memory import AUTO, AdapterAndMemorySettings
 from ratchet.trainer.settings.objectives import MEANS, Objective, find_objective
 
-PREFERENCES = "dpo and apo_zero_unpaired"
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -31,8 +30,8 @@ class LearnerSettings(AdapterAndMemorySettings):
     warmup_steps              optimizer steps over which the learning rate rises to its full value
     max_steps                 optimizer steps over which linear and cosine fall; null: with constant
     weight_decay              AdamW's weight decay, which pulls the adapter towards the base model; 0: none
-    loss_type                 loss: dapo, cispo, dr_grpo, grpo, gspo, reinforce++, distillation, sft, dpo,
-                              apo_zero_unpaired (docs/training.md), or a plug-in's (docs/plugins.md)
+    loss_type                 loss: dapo, cispo, dr_grpo, grpo, gspo, reinforce++, distillation, sft, or a plug-in's,
+                              such as dpo and apo_zero_unpaired (docs/training.md)
     epsilon                   lower clip: the ratio to the round's first policy is clipped to at least 1 - epsilon;
                               null: the usual value of the loss
     epsilon_high              upper clip: the ratio is clipped to at most 1 + epsilon_high; for cispo, the largest
@@ -43,8 +42,7 @@ class LearnerSettings(AdapterAndMemorySettings):
     beta                      weight of the KL penalty towards the base model; 0: none
     entropy_coef              weight of the entropy bonus at the trained tokens; 0: none
     top_entropy_quantile      share of a step's tokens, those of highest entropy, that carry the policy gradient
-    preference_beta           beta of dpo and apo_zero_unpaired; a smaller value allows more distance from the base
-                              model
+    preference_beta           beta of a preference loss; a smaller value allows more distance from the base model
     max_grad_norm             maximum gradient norm; larger gradients are clipped; 0: no limit
     vllm_importance_sampling_clip_max  maximum weight of a token, its probability under the trainer divided by that
                               under vLLM; null: no correction
@@ -106,7 +104,7 @@ class LearnerSettings(AdapterAndMemorySettings):
         else:
             self._require("epsilon_high", 0 < high < math.inf, "above 0, such as 0.28, or null")
         fits = self.mean_over is None or (self.mean_over in MEANS and not self.objective.preference)
-        self._require("mean_over", fits, f"one of {', '.join(MEANS)}, or null, as it must be with {PREFERENCES}")
+        self._require("mean_over", fits, f"one of {', '.join(MEANS)}, or null, as it must be with a preference loss")
         self._require("dr_grpo_length", self.dr_grpo_length >= 1, "at least 1, such as 1024")
         self._require("beta", 0 <= self.beta < math.inf, "0 or more")
         self._require("entropy_coef", 0 <= self.entropy_coef < math.inf, "0 or more, such as 0.001")

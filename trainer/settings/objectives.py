@@ -22,7 +22,6 @@ are over the rows of one optimizer step that are not masked:
                  (arXiv:2306.13649); as a policy gradient: Gu et al. 2024, "MiniLLM", section 2.2 (arXiv:2306.08543).
                  A is limited to 10 nats on both sides, so that one token does not outweigh a step
     sft          - A log p, mean over all tokens, without a ratio: the loss of a warm start
-    dpo, apo_zero_unpaired  preferences between whole answers: trainer/learner/preference_weights.py
 
 Differences from the papers: in `grpo` and `gspo` a row is what the papers call an output, so a trajectory of several
 segments counts as several, unless `learner.mean_over` is trajectories; KL is a penalty in the loss for all of them,
@@ -34,13 +33,13 @@ Other packages register an Objective under a name of their own in the entry-poin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 from ratchet.trainer.errors import PluginError, SettingError
-from ratchet.trainer.user_code.plugins import OBJECTIVE_PLUGINS, load_plugin, plugin_names
+from ratchet.trainer.user_code.plugins import OBJECTIVE_PLUGINS, OWN_PLUGINS, load_plugin, plugin_names
 
 Mean = Literal["tokens", "rows", "trajectories", "length"]
 MEANS = ("tokens", "rows", "trajectories")  # those that `learner.mean_over` offers
@@ -64,6 +63,22 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Preference:
+    """How a loss compares whole trajectories under the policy and the base model; rows are TokenRows.
+
+    of_groups      whether it compares the members of a group with each other, so that a trajectory alone has no signal
+    units          from the rows of a round to those that must share a step, without those in which nothing is preferred
+    weighted_rows  from the rows of a step, of each row log p minus the base model's log p, summed over its answers, and
+                   `learner.preference_beta`, to the rows with the weights of their tokens' log p as advantages, and the
+                   mean loss
+    """
+
+    of_groups: bool
+    units: Callable[[Sequence[Any]], list[list[Any]]]
+    weighted_rows: Callable[[Sequence[Any], Sequence[float], float], tuple[list[Any], float]]
+
+
+@dataclass(frozen=True, slots=True)
 class Objective:
     """The parts of a loss.
 
@@ -74,7 +89,7 @@ class Objective:
     whitened whether advantages are first given mean 0 and variance 1 over the round's tokens
     distillation  whether a row's advantages are the teacher's logprobs less vLLM's: they become the teacher's logprobs
              less those of the policy at the start of the round
-    preference  whether each step first computes weights of whole responses relative to the base model
+    preference  comparison of whole trajectories: each step computes its weights from the policy that it starts from
     token_advantages  replaces the tokens' advantages, from StepTokens to a tensor (N, T); None: as they are
     """
 
@@ -84,7 +99,7 @@ class Objective:
     epsilon_low: float
     epsilon_high: float
     whitened: bool = False
-    preference: bool = False
+    preference: Preference | None = None
     distillation: bool = False
     token_advantages: Callable[[StepTokens], Any] | None = None
 
@@ -98,8 +113,6 @@ OBJECTIVES: Mapping[str, Objective] = {
     "reinforce++": Objective("clip", "token", "tokens", 0.2, 0.2, whitened=True),
     "distillation": Objective("clip", "token", "tokens", 0.2, 0.2, distillation=True),
     "sft": Objective("weight", "none", "tokens", 0.2, 1.0),
-    "dpo": Objective("weight", "none", "tokens", 0.2, 1.0, preference=True),
-    "apo_zero_unpaired": Objective("weight", "none", "tokens", 0.2, 1.0, preference=True),
 }
 
 
@@ -111,7 +124,7 @@ def find_objective(name: str) -> Objective:
 @cache
 def _plugin(name: str) -> Objective:
     plugins = plugin_names(OBJECTIVE_PLUGINS)
-    if name not in plugins:
+    if name not in plugins and name not in OWN_PLUGINS[OBJECTIVE_PLUGINS]:
         installed = f", or a plug-in: {', '.join(plugins)}" if plugins else ""
         raise SettingError(f"learner.loss_type is {name!r}; it must be one of {', '.join(OBJECTIVES)}{installed}")
     try:

@@ -198,10 +198,11 @@ def _clip_range(settings: TrainerFields) -> str | None:
 
 
 def _pairs_of_ungrouped(settings: TrainerFields) -> str | None:
-    if settings.learner.loss_type != "dpo" or settings.ungrouped == "drop":
+    preference = settings.learner.objective.preference
+    if preference is None or not preference.of_groups or settings.ungrouped == "drop":
         return None
     return (
-        "learner.loss_type dpo compares the best and the worst response of a group, and ungrouped: "
+        f"learner.loss_type {settings.learner.loss_type} compares responses of a group, and ungrouped: "
         f"{settings.ungrouped} has only one response to a prompt: use loss_type apo_zero_unpaired, or ungrouped: drop "
         "with resample.samples to train on single-call prompts"
     )
@@ -223,7 +224,7 @@ def _setting_without_effect(settings: TrainerFields) -> str | None:
         "epsilon_high": objective.ratio != "none",
         "top_entropy_quantile": objective.ratio != "none",
         "dr_grpo_length": objective.mean == "length",
-        "preference_beta": objective.preference,
+        "preference_beta": objective.preference is not None,
     }
     defaults = LearnerSettings()
     unused = [

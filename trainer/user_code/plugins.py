@@ -1,8 +1,8 @@
 """Plug-ins: features that an installed distribution registers as Python entry points.
 
 Groups: `ratchet.judges`, `ratchet.objectives`, `ratchet.advantage_estimators`, `ratchet.prompt_optimizers`,
-`ratchet.evaluations`, `ratchet.monitors`, `ratchet.task_sources`. Ratchet's own plug-ins (plugins/) are distributions
-that are registered and loaded the same way. What each group expects: docs/plugins.md.
+`ratchet.evaluations`, `ratchet.monitors`, `ratchet.model_cards`, `ratchet.task_sources`. Ratchet's own plug-ins
+(plugins/) are distributions that are registered and loaded the same way. What each group expects: docs/plugins.md.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ JUDGES: Final = "ratchet.judges"
 PROMPT_OPTIMIZERS: Final = "ratchet.prompt_optimizers"
 EVALUATIONS: Final = "ratchet.evaluations"
 MONITORS: Final = "ratchet.monitors"
+MODEL_CARDS: Final = "ratchet.model_cards"
 TASK_SOURCES: Final = "ratchet.task_sources"
 OBJECTIVE_PLUGINS: Final = "ratchet.objectives"
 ADVANTAGE_ESTIMATORS: Final = "ratchet.advantage_estimators"
 # What Ratchet's own plug-ins register: name -> folder of plugins/, by group.
 OWN_PLUGINS: Final[dict[str, dict[str, str]]] = {
+    MODEL_CARDS: {"readme": "model-card"},
+    MONITORS: {"tensorboard": "tensorboard", "wandb": "wandb"},
+    OBJECTIVE_PLUGINS: {"dpo": "preference", "apo_zero_unpaired": "preference"},
     PROMPT_OPTIMIZERS: {"mipro": "mipro"},
 }
 

@@ -1,1 +1,1 @@
-"""Results, the report of all methods, and model cards."""
+"""Results, and the report of all methods."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from ratchet.store.store import Store
-from ratchet.trainer.errors import NoLearningSignal
-from ratchet.trainer.learner import preference_weights
+from ratchet.trainer.errors import NoLearningSignal, SettingError
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner.training_round import preference_gaps
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.objectives import Preference, find_objective
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_row
@@ -42,6 +45,12 @@ def build_learner(loss: str, tiny_model: Path, **changes: float) -> Learner:
     learner = Learner(str(tiny_model), settings)
     disturb(learner.host.trainer, scale=0.03, seed=2)
     return learner
+
+
+def preference(loss: str) -> Preference:
+    found = find_objective(loss).preference
+    assert found is not None
+    return found
 
 
 def gaps(learner: Learner, rows: Sequence[TokenRow]) -> list[float]:
@@ -78,11 +87,11 @@ def reference(learner: Learner, rows: Sequence[TokenRow], loss: str) -> Computed
 def test_the_gradient_and_the_loss_are_those_of_the_formulas(loss: str, tiny_model: Path) -> None:
     learner, rows = build_learner(loss, tiny_model), build_groups()
     expected = reference(learner, rows, loss)
-    weighed = preference_weights.weighted_rows(rows, gaps(learner, rows), loss, BETA)
-    micros = learner.host.trainer.prepare(weighed.rows, only_step=True)
+    weighed, mean_loss = preference(loss).weighted_rows(rows, gaps(learner, rows), BETA)
+    micros = learner.host.trainer.prepare(weighed, only_step=True)
     assert len(micros) > 1, "the case must span several micro-batches"
     ours, _ = backward(learner.host.trainer, micros)
-    assert Computed(weighed.loss, ours.gradient).relative_error(expected) < 5e-5
+    assert Computed(mean_loss, ours.gradient).relative_error(expected) < 5e-5
 
 
 @pytest.mark.slow
@@ -101,11 +110,11 @@ def test_what_is_preferred_becomes_likelier_than_what_is_not(loss: str, tiny_mod
 
 def test_only_the_best_and_the_worst_of_a_group_are_compared() -> None:
     rows = build_groups()
-    weighed = preference_weights.weighted_rows(rows, [0.0] * len(rows), "dpo", BETA)
-    kept = {row.trajectory_id: row.advantage for row in weighed.rows}
+    weighed, mean_loss = preference("dpo").weighted_rows(rows, [0.0] * len(rows), BETA)
+    kept = {row.trajectory_id: row.advantage for row in weighed}
     assert set(kept) == {"g1-0", "g1-1", "g2-0", "g2-2"}
     assert {name for name, weight in kept.items() if weight < 0} == {"g1-1", "g2-0"}
-    assert weighed.loss == pytest.approx(0.6931, abs=1e-4)
+    assert mean_loss == pytest.approx(0.6931, abs=1e-4)
 
 
 def test_rows_that_nothing_is_preferred_in_are_no_round(tiny_model: Path) -> None:
@@ -128,3 +137,29 @@ def test_a_daemon_trains_by_preference_from_judged_groups(
     (held,) = store.rounds.page("agent")
     assert held.metrics["weight_change"] > 0
     assert held.metrics["rows"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "remedy"),
+    [
+        ({"ungrouped": "baseline", "learner": {"loss_type": "dpo"}}, "only one response", "apo_zero_unpaired"),
+        ({"turn_weight": 1.0, "learner": {"loss_type": "dpo"}}, "turn_weight has no effect", "set it to 0"),
+        ({"learner": {"loss_type": "dpo", "mean_over": "rows"}}, "mean_over", "or null"),
+        ({"learner": {"loss_type": "dpo", "epsilon": 0.1}}, "epsilon has no effect", "leave it out"),
+    ],
+)
+def test_settings_without_effect_on_a_preference_loss_are_refused_with_reason_and_remedy(
+    changes: dict[str, Any], reason: str, remedy: str
+) -> None:
+    fields = {
+        "store": "s",
+        "model": "agent",
+        "base_model": "b",
+        "vllm": ["http://x"],
+        "checkpoints": "c",
+        "judge": "a:b",
+    }
+    with pytest.raises((ValidationError, SettingError), match=f"(?s){reason}.*{remedy}"):
+        TrainerSettings.model_validate(fields | changes)
+    unpaired = {"loss_type": "apo_zero_unpaired", "preference_beta": 0.5}
+    TrainerSettings.model_validate(fields | {"ungrouped": "baseline", "learner": unpaired})
