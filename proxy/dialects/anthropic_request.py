@@ -35,7 +35,7 @@ def read(body: Json) -> ChatRequest:
     if body.get("thread"):
         # The SDK's tool runner then sends the whole conversation instead.
         raise BadRequest("`thread` is not supported: send the whole conversation", code="thread_unsupported_request")
-    inner_request.require(body, "model", "max_tokens", "messages")
+    inner_request.require(body, "max_tokens", "messages")
     messages = chat_messages(body)
     tools = _tools(body)
     choice = body.get("tool_choice") or {}
@@ -59,7 +59,7 @@ def read(body: Json) -> ChatRequest:
 
 def count_body(body: Json, served_name: str) -> Json:
     """Return the body for vLLM's /tokenize: with the prompt of the call itself. Raises BadRequest."""
-    inner_request.require(body, "model", "messages")
+    inner_request.require(body, "messages")
     messages = chat_messages(body)
     effort = _thinking(body).get("reasoning_effort") or (body.get("output_config") or {}).get("effort")
     template_fields: Json = _thinking(body).get("chat_template_kwargs") or body.get("chat_template_kwargs") or {}

@@ -26,7 +26,6 @@ _ECHOED: Json = {
     "service_tier": "default",
     "store": True,
     "temperature": 1.0,
-    "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "top_logprobs": 0,
     "top_p": 1.0,
@@ -58,6 +57,7 @@ class ResponseRenderer(BlockRenderer):
             "created_at": int(start.started_at),
             "model": policy_name(start),
             "reasoning": {"effort": None, "summary": None} | (body.get("reasoning") or {}),
+            "text": _echoed_text(body.get("text") or {}),
             "tools": [_echoed_tool(tool) for tool in body.get("tools") or ()],
             "background": False,
             "frequency_penalty": body.get("frequency_penalty") or 0.0,
@@ -192,6 +192,14 @@ def _usage(usage: TokenCounts) -> Json:
         "output_tokens_details": {"reasoning_tokens": usage.thought},
         "total_tokens": prompt + completion if usage.total_tokens is None else usage.total_tokens,
     }
+
+
+def _echoed_text(text: Json) -> Json:
+    """Return the settings of texts, the format with all of its fields."""
+    given = text.get("format") or {"type": "text"}
+    if given.get("type") == "json_schema":
+        given = {"description": None} | given | {"strict": given.get("strict") or False}
+    return text | {"format": given}
 
 
 def _echoed_tool(tool: Json) -> Json:

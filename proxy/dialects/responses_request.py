@@ -67,7 +67,7 @@ def read(body: Json, added: Sequence[Json], before: Sequence[Json]) -> ChatReque
 
 def added_messages(body: Json) -> list[Json]:
     """Return the `input` as chat messages. Raises BadRequest."""
-    inner_request.require(body, "model", "input")
+    inner_request.require(body, "input")
     for name in _REFUSED:
         if body.get(name):
             raise BadRequest(f"`{name}` is not supported", param=name)

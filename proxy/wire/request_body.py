@@ -73,7 +73,7 @@ class ChatRequest(msgspec.Struct):
     is_chat: ClassVar[bool] = True  # has chat messages: a system prompt can be substituted, sampled ids continued
 
     fields: dict[str, Raw]
-    model: str
+    model: str  # empty if the client names none
     messages: Sequence[dict[str, Any]]
     streamed: bool
     asks_ids: bool
@@ -211,11 +211,11 @@ def fields_of(body: bytes) -> dict[str, Raw]:
 
 
 def model_in(fields: Mapping[str, Raw]) -> str:
-    """Return the model's name. Raises BadRequest."""
+    """Return the model's name, empty if the request names none. Raises BadRequest."""
     model = value(fields, "model")
-    if not isinstance(model, str) or not model:
+    if model is not None and not isinstance(model, str):
         raise BadRequest("`model` must be the name of a model", param="model")
-    return model
+    return model or ""
 
 
 def stream_in(fields: Mapping[str, Raw]) -> tuple[bool, dict[str, Any]]:

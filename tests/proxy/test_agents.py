@@ -101,6 +101,28 @@ def test_version_0_of_every_agent_is_the_one_served_base_model(proxy: Proxy, vll
     assert instance.live_versions == dict.fromkeys(AGENTS, 0)
 
 
+@pytest.mark.parametrize("path", [*BODIES, "/v1/messages/count_tokens"])
+def test_a_call_need_not_name_the_only_agent(start: Start, path: str) -> None:
+    others = (entry("http://127.0.0.1:9", name="helper", key=None),)
+    proxy = start(model_list=others, agent_limits={"agent": {"requests_per_minute": 3}})
+    body = BODIES.get(path, {"messages": [USER]})
+    for unnamed in ({}, {"model": None}, {"model": ""}):
+        answer = proxy.http.post(path, json=body | unnamed)
+        assert answer.status_code == 200
+        assert answer.headers.get("x-ratchet-policy", "agent@0") == "agent@0"
+    limited = proxy.http.post("/v1/chat/completions", json=BODIES["/v1/chat/completions"])
+    assert limited.status_code == (200 if path.endswith("count_tokens") else 429)
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/messages/count_tokens"])
+def test_a_call_that_names_none_of_several_agents_is_refused(proxy: Proxy, path: str) -> None:
+    body = BODIES.get(path, {"messages": [USER]})
+    refused = proxy.http.post(path, json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("model: field required")
+    assert all(agent in refused.json()["error"]["message"] for agent in AGENTS)
+
+
 def test_a_vllm_that_names_its_base_model_otherwise_after_a_restart_is_found_again(
     store: Store, tmp_path: Path
 ) -> None:

@@ -320,6 +320,7 @@ def test_a_context_that_drifted_is_a_fork_and_keeps_its_own_prompt(proxy: Proxy)
         ("/t/job-7/chat/completions", {}, {}, "path"),
         ("/v1/chat/completions", {"x-ratchet-trajectory": "job-7"}, {}, "header"),
         ("/v1/chat/completions", {"x-session-id": "job-7"}, {}, "header"),
+        ("/v1/chat/completions", {"x-claude-code-session-id": "job-7"}, {}, "header"),
         ("/v1/chat/completions", {}, {"metadata": {"trajectory_id": "job-7"}}, "body"),
     ],
 )

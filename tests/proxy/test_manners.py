@@ -9,8 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from backports import zstd
 
 from ratchet.proxy.api_keys import hash_key, new_key
+from ratchet.proxy.errors import BadRequest, BodyTooLarge
 from ratchet.proxy.worker.http.decompression import decompressed_body
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
@@ -160,10 +162,31 @@ def test_a_compressed_body_is_bounded_and_a_broken_one_is_refused(start: Start) 
     assert post(proxy, b"".join(members) + b"\0" * 100, "gzip").status_code == 200
     assert "ends too early" in post(proxy, b"".join(members)[:-4], "gzip").text
     assert "max_body_bytes" in post(proxy, gzip.compress(b" " * 30_000_000) * 3, "gzip").text
-    assert decompressed_body(gzip.compress(b"") * 100_000 + gzip.compress(b"x"), 10) == b"x"  # at once
     assert post(proxy, b"{}", "gzip").status_code == 400
-    foreign = post(proxy, b"x", "zstd")
-    assert (foreign.status_code, "send the body as gzip" in foreign.text) == (415, True)
+    foreign = post(proxy, b"x", "br")
+    assert (foreign.status_code, "send the body as gzip or zstd" in foreign.text) == (415, True)
+
+
+def test_a_body_of_zstd_is_bounded_in_size_parts_and_memory() -> None:
+    frames = [zstd.compress(part) for part in (b"ab", b"", b"c")]
+    skipped = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"xyz"
+    assert decompressed_body(b"".join([frames[0], skipped, *frames[1:]]), 3, "zstd") == b"abc"
+    whole = zstd.compress(b" " * 10_000_000)
+    with pytest.raises(BodyTooLarge, match="max_body_bytes"):
+        decompressed_body(whole, 9_999_999, "zstd")
+    for broken, says in ((whole[:-1], "ends too early"), (frames[0] + b"x", "be read"), (b"abcd", "be read")):
+        with pytest.raises(BadRequest, match=says):
+            decompressed_body(broken, 10_000_000, "zstd")
+    wide = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 24})
+    with pytest.raises(BadRequest, match="memory"):
+        decompressed_body(wide.compress(b"a" * 99) + wide.flush(), 99, "zstd")
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("zstd", zstd.compress)])
+def test_a_body_of_very_many_parts_is_refused(encoding: str, pack: Any) -> None:
+    assert decompressed_body(pack(b"") * 4095 + pack(b"x"), 1, encoding) == b"x"
+    with pytest.raises(BadRequest, match="4096 parts"):
+        decompressed_body(pack(b"") * 4096 + pack(b"x"), 1, encoding)
 
 
 def post(proxy: Proxy, content: bytes, encoding: str) -> Any:

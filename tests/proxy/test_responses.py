@@ -227,7 +227,7 @@ def test_a_failure_in_mid_stream_is_reported_and_recorded(proxy: Proxy, how: str
     [
         ({"model": "agent"}, 400, "input"),
         ({"model": "agent", "input": []}, 400, "empty"),
-        ({"input": "hi"}, 400, "model"),
+        ({"model": 5, "input": "hi"}, 400, "model"),
         ({"model": "gpt-9", "input": "hi"}, 404, "there are"),
         ({"model": "agent", "input": "hi", "background": True}, 400, "background"),
         ({"model": "agent", "input": [{"type": "item_reference", "id": "x"}]}, 404, "the item 'x' is not known"),

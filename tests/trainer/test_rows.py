@@ -114,11 +114,20 @@ def test_what_may_not_be_trained_is_counted_with_its_reason() -> None:
         ({"tool_choice": "required"}, "constrained_sampling"),
         ({"tool_grammar": True}, "constrained_tool_calls"),
         ({"allowed_token_ids": [1, 2]}, "constrained_sampling"),
+        ({"thinking_token_budget": 1}, "constrained_sampling"),
+        ({"thinking_token_budget": 0}, "constrained_sampling"),
+        ({"thinking_token_budget": True}, "constrained_sampling"),
     ],
 )
 def test_odd_sampling_is_left_out_and_never_stops_the_trainer(sampling: dict[str, Any], reason: str) -> None:
     built = build_rows("t", [call("1", (1,), choice((2,)), sampling=sampling)], 1.0)
     assert (built.rows, built.untrained) == ((), {reason: 1})
+
+
+@pytest.mark.parametrize("budget", [None, -1, 2])
+def test_an_answer_that_cannot_have_used_up_its_budget_of_thinking_is_trained(budget: int | None) -> None:
+    (row,) = build_rows("t", [call("1", (1,), choice((2,)), sampling={"thinking_token_budget": budget})], 1.0).rows
+    assert row.mask == (0, 1)
 
 
 def test_plain_text_and_free_tool_choice_are_trained() -> None:

@@ -136,10 +136,10 @@ def why_untrainable(call: Call, choice: Choice, *, imitated: bool = False) -> st
         return "no_token_ids"
     if len(choice.token_ids) != len(choice.logprobs):
         return "length_mismatch"
-    return None if imitated else _why_odd_sampling(call.sampling)
+    return None if imitated else _why_odd_sampling(call.sampling, call.prompt_tokens + _size(choice))
 
 
-def _why_odd_sampling(sampling: Mapping[str, Any]) -> str | None:
+def _why_odd_sampling(sampling: Mapping[str, Any], tokens: int) -> str | None:
     temperature = _temperature(sampling)
     if temperature is None:
         return "invalid_temperature"
@@ -150,6 +150,10 @@ def _why_odd_sampling(sampling: Mapping[str, Any]) -> str | None:
     if formed or any(sampling.get(name) for name in _CONSTRAINTS):
         return "constrained_sampling"
     if sampling.get("tool_choice") not in (None, "auto", "none"):
+        return "constrained_sampling"
+    # vLLM ends a thought that uses up its budget. It counts from where the thought was opened, perhaps in the prompt.
+    budget = sampling.get("thinking_token_budget")
+    if budget not in (None, -1) and (isinstance(budget, bool) or not isinstance(budget, int) or tokens > budget):
         return "constrained_sampling"
     return "constrained_tool_calls" if sampling.get(TOOL_GRAMMAR) else None
 

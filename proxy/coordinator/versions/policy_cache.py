@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 from ratchet.proxy.agent_names import check_agent_names, nearest_name
 from ratchet.proxy.coordinator.versions.version_draws import VersionDraws
-from ratchet.proxy.errors import NotFound, NotReady
+from ratchet.proxy.errors import BadRequest, NotFound, NotReady
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.telemetry.outage_warnings import OutageWarnings, watch_store_use
@@ -116,6 +116,14 @@ class PolicyCache:
         self._full_refresh_at = 0.0
         self.live_versions_changed.set()
         self.agents_changed.set()
+
+    def only_agent(self, access: Access = FULL_ACCESS) -> str:
+        """Return the one agent that the caller may call, whose calls need not name it. Raises BadRequest."""
+        agents = self.list_agents(access)
+        if len(agents) == 1:
+            return agents[0]
+        names = ", ".join(agents[:_MAX_LISTED]) or "none"
+        raise BadRequest(f"model: field required; the agents are {names}", param="model")
 
     def resolve_model(
         self, model: str, access: Access = FULL_ACCESS, *, may_have_left: bool = False

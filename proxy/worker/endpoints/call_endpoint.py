@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.keys.key_cache import Caller
 from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION, KeyMeter, TokenReservation
+from ratchet.proxy.coordinator.versions.policy_cache import Access
 from ratchet.proxy.dialects import token_cap, tool_grammar
 from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, ResponseEncoder
 from ratchet.proxy.dialects.vllm_fields import with_one_system_message
@@ -56,12 +57,17 @@ _DRAIN_SECONDS = 1.0
 
 
 class CallLimits(NamedTuple):
-    """The settings of the endpoint; `context_limit` returns a model's context in tokens, None if unknown."""
+    """The settings of the endpoint.
+
+    context_limit  a model's context in tokens, None if unknown
+    only_agent     the agent of a request that names none; raises BadRequest
+    """
 
     body_bytes: int
     keep_alive_seconds: float
     tool_strict_level: tool_grammar.Level
     context_limit: Callable[[str], int | None]
+    only_agent: Callable[[Access], str]
     agent_meters: Mapping[str, KeyMeter] = MappingProxyType({})  # of the agents with limits
     fallbacks: FallbackRules = FallbackRules()
 
@@ -99,6 +105,9 @@ class CallEndpoint:
         arrived = time.perf_counter()
         body = (await read_body(receive, self._limits.body_bytes)).removeprefix(BOM_UTF8)
         parsed = await self._dialect.read(request_identity.with_deployment(scope, body), scope[KEY_ID])
+        if not parsed.request.model:
+            request = msgspec.structs.replace(parsed.request, model=self._limits.only_agent(scope[CALLER].access))
+            parsed = msgspec.structs.replace(parsed, request=request)
         if parsed.request.tools:
             parsed = tool_grammar.mark_tool_grammar(parsed, self._limits.tool_strict_level)
         headers = headers_of(scope)

@@ -80,8 +80,7 @@ class CountTokensEndpoint:
     def _translate(self, body: bytes, plan: RolloutPlan | None, family: str | None, access: Access) -> bytes:
         """Return the body for /tokenize. Raises BadRequest, NotFound, NotReady."""
         fields = inner_request.decode(body)
-        inner_request.require(fields, "model")
-        model, is_helper = planned_model(fields["model"], plan, self._policies)
+        model, is_helper = planned_model(fields.get("model") or self._policies.only_agent(access), plan, self._policies)
         alias, version = self._policies.resolve_model(model, access)
         if alias in self._policies.other_models:
             raise BadRequest(f"the tokens of {alias}, a model of another server, cannot be counted here", param="model")

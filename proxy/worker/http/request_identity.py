@@ -16,6 +16,7 @@ from ratchet.proxy.wire.request_body import ChatRequest
 
 _ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:~@+=-]{1,100}")  # "." and "..": no URL can name them
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_SESSION_HEADERS = (b"x-session-id", b"x-claude-code-session-id")
 _RETRY_COUNT = b"x-stainless-retry-count"
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 
@@ -50,11 +51,11 @@ def _named_trajectory(scope: Scope, headers: Mapping[bytes, bytes], request: Cha
 def _header_id(headers: Mapping[bytes, bytes]) -> str | None:
     """Return the trajectory id from the headers.
 
-    Agents that know nothing of trajectories send `x-session-id` too: one in another format is named by its hash.
+    Agents that know nothing of trajectories send ids of sessions too: one in another format is named by its hash.
     """
     if name := _text(headers, b"x-ratchet-trajectory"):
         return name
-    session = _text(headers, b"x-session-id")
+    session = next((found for name in _SESSION_HEADERS if (found := _text(headers, name))), None)
     if session is None or _ID.fullmatch(session):
         return session
     return f"session-{hashlib.blake2b(session.encode(), digest_size=16).hexdigest()}"

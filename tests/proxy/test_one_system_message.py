@@ -1,0 +1,102 @@
+"""Templates that take one system message, at the beginning, get no other one, in any dialect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ratchet.proxy.dialects.inner_request import with_one_system_message
+from tests.harness.proxy.running_proxy import Proxy
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.test_prompts import give
+
+
+def said(role: str, content: Any) -> Any:
+    return {"role": role, "content": content}
+
+
+def parts(*texts: str) -> Any:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def reminder(text: str) -> str:
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+HI, YES, ON = said("user", "#say=hi"), said("assistant", "hi"), said("user", "#say=on")
+PICTURE = said("system", [{"type": "image_url", "image_url": {"url": "data:,"}}])
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ([said("system", "a"), HI], [said("system", "a"), HI]),
+        ([said("system", parts("a", "b")), HI], [said("system", parts("a", "b")), HI]),
+        ([said("developer", "a"), HI], [said("system", "a"), HI]),
+        ([said("system", "a"), said("developer", parts("b", "c")), HI], [said("system", "a\n\nb\nc"), HI]),
+        ([HI, said("developer", "b"), ON], [said("user", f"#say=hi\n\n{reminder('b')}"), ON]),
+        (
+            [said("system", "a"), HI, said("system", "b"), said("developer", "c"), YES, ON],
+            [said("system", "a"), said("user", f"#say=hi\n\n{reminder('b')}\n\n{reminder('c')}"), YES, ON],
+        ),
+        ([HI, YES, said("system", "b"), ON], [HI, YES, said("user", reminder("b")), ON]),
+        (
+            [said("user", parts("#say=hi")), said("system", "b")],
+            [said("user", [*parts("#say=hi"), *parts(reminder("b"))])],
+        ),
+        ([HI, said("system", ""), said("system", None), ON], [HI, ON]),
+        ([HI, PICTURE, ON], [HI, PICTURE, ON]),
+    ],
+)
+def test_leading_system_messages_are_merged_and_later_ones_are_reminders(given: Any, sent: Any) -> None:
+    before = [message.copy() for message in given]
+    assert with_one_system_message(given) == sent
+    assert given == before
+
+
+MIDDLE: dict[str, Any] = {  # in each dialect: instructions, two messages of the system, the user, the system again
+    "/v1/chat/completions": {
+        "messages": [said("system", "a"), said("developer", "b"), HI, said("developer", "c"), YES, ON]
+    },
+    "/v1/responses": {
+        "instructions": "a", "input": [said("developer", "b"), HI, said("developer", "c"), YES, ON]
+    },
+    "/v1/messages": {
+        "max_tokens": 99, "system": "a", "messages": [said("system", "b"), HI, said("system", "c"), YES, ON]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", MIDDLE)
+def test_vllm_gets_one_system_message_in_every_dialect(proxy: Proxy, vllm: ScriptedVllm, path: str) -> None:
+    assert proxy.http.post(path, json={"model": "agent", **MIDDLE[path]}).status_code == 200
+    asked = said("user", f"#say=hi\n\n{reminder('c')}")
+    assert vllm.calls[-1]["messages"] == [said("system", "a\n\nb"), asked, YES, ON]
+
+
+def test_a_chat_is_recorded_as_the_client_sent_it_and_its_later_calls_are_exact(
+    proxy: Proxy, vllm: ScriptedVllm
+) -> None:
+    messages = [said("system", "a"), HI, said("developer", "b " * 9000)]  # a long list is read from its known beginning
+    for text in ("#say=on", "#say=more", "#say=last"):
+        answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": messages}).json()
+        messages += [answer["choices"][0]["message"], said("system", "now"), said("user", text)]
+    proxy.settled()
+    made = proxy.store.calls.page(9)[::-1]
+    assert [call.context for call in made] == ["root", "exact", "exact"]
+    found = proxy.store.trajectories.read(made[0].trajectory_id).messages
+    assert [message["role"] for message in found] == [
+        "system", "user", "developer", "assistant", *["system", "user", "assistant"] * 2,
+    ]  # fmt: skip
+    sent = [message["role"] for message in vllm.calls[-1]["messages"]]
+    assert sent == ["system", "user", "assistant", "user", "user", "assistant", "user", "user"]
+
+
+def test_a_versions_prompt_replaces_the_first_message_and_keeps_what_follows_it(
+    proxy: Proxy, vllm: ScriptedVllm
+) -> None:
+    give(proxy, "tuned")
+    body = {"model": "agent", **MIDDLE["/v1/chat/completions"]}
+    assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
+    assert vllm.calls[-1]["messages"][0] == said("system", "tuned\n\nb")
