@@ -118,12 +118,12 @@ def main() -> None:
     with ranking_model() as url:
         for way in chosen.ways.split(","):
             figures = Demo(options(way, url, chosen.rounds, chosen.seed, chosen.folder)).play()
+            before, after = figures["before"], figures["after"]
             result = {
-                "way": way, "seed": chosen.seed, "before": figures.before.success, "after": figures.after.success,
-                "gain": figures.after.success - figures.before.success,
-                "low": figures.after.low, "high": figures.after.high,
-                "swaps": figures.swaps, "tokens_trained": figures.tokens_trained, "dropped": dict(figures.dropped),
-                "seconds": figures.seconds["total"],
+                "way": way, "seed": chosen.seed, "before": before["success"], "after": after["success"],
+                "gain": after["success"] - before["success"], "low": after["low"], "high": after["high"],
+                "seconds": figures["seconds_total"],
+                **{name: figures[name] for name in ("swaps", "tokens_trained", "dropped")},
             }  # fmt: skip
             print(json.dumps(result), flush=True)
 

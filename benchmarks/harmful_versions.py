@@ -41,7 +41,7 @@ from typing import Any
 import yaml
 
 from examples.production.harmful import altered_copy
-from ratchet.demo.email_search.agent import TaskRollout
+from ratchet.demo.traffic import TaskRollout
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import open_store

@@ -59,7 +59,7 @@ def tuned(rollouts: int, held_out: int, seed: int, folder: Path) -> dict[str, An
         assert up.returncode == 0, up.stdout
         with ScriptedReflectionModel(Proposals()).running() as reflection:
             words = [
-                "tune", "prompt", "--tasks", str(folder / "mail"), "--workflow", f"{EXAMPLE}.workflow:workflow",
+                "tune", "prompt", "--tasks", str(folder / "mail"), "--workflow", f"{EXAMPLE}.agent:workflow",
                 "--judge", f"{EXAMPLE}.judge:judge", "--max-rollouts", str(rollouts),
                 "--held-out-tasks", str(held_out), "--seed", str(seed), "--concurrency", "32",
                 "--reflection-url", reflection.url, "--reflection-model", "scripted-reflection",

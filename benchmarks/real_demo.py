@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ratchet.demo.demo_report import CURVE, RESULT
+from ratchet.demo.report import CURVE, RESULT
 
 LOAD = "load.json"  # one-minute load averages before and after a run
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import httpx
 
-from ratchet.demo.email_search.prompt import opening
-from ratchet.demo.email_search.tools import TOOLS
+from ratchet.demo.email_search.tools import TOOLS, opening
 
 Json = dict[str, Any]
 

@@ -25,7 +25,7 @@ from ratchet.demo.email_search.tools import TOOLS
 from ratchet.supervisor import signals
 
 CONFIG = "ratchet/demo/email_search/ratchet.yaml"
-WORKFLOW = "ratchet.demo.email_search.workflow:workflow"
+WORKFLOW = "ratchet.demo.email_search.agent:workflow"
 _GENERAL = 300  # conversations
 _COLLECTED = 4  # rounds
 

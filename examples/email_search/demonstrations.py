@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.tiny_policy.chat_format import Messages
-from ratchet.demo.email_search.mailbox import Mailbox, SyntheticMail, synthetic_mails
-from ratchet.demo.email_search.prompt import opening
+from ratchet.demo.email_search.mailbox import CITIES, MONTHS, Mailbox, SyntheticMail, synthetic_mails
 from ratchet.demo.email_search.tasks import TRAIN_PAIRS, MailTask, make_task
-from ratchet.demo.email_search.tools import TOOLS, call_tool
-from ratchet.demo.email_search.words import CITIES, JUNK_KEYWORDS, MONTHS
+from ratchet.demo.email_search.tools import TOOLS, call_tool, opening
+
+_JUNK_KEYWORDS = ("email", "message", "information")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _search(episode: Episode, task: MailTask, rng: random.Random, mix: SearchMix
         episode.say("<tool_call>\n" + whole[: -rng.choice((1, 2))] + "\n</tool_call>")
         return None
     if failure == "junk_keyword":
-        episode.act("search_inbox", keywords=[*right, rng.choice(JUNK_KEYWORDS)])
+        episode.act("search_inbox", keywords=[*right, rng.choice(_JUNK_KEYWORDS)])
     else:
         episode.act("search_inbox", keywords=right, max_results=5)
     if rng.random() > mix.retry:

@@ -20,8 +20,8 @@ from examples.email_search.demonstrations import GOOD, HASTY, MIXED, EpisodeMail
 from examples.tiny_policy import warm_start
 from examples.tiny_policy.chat_format import Drawn, render
 from examples.tiny_policy.warm_start import CurriculumPhase, Lessons
+from ratchet.demo.email_search.mailbox import ENTITIES
 from ratchet.demo.email_search.tasks import VALIDATION_PAIRS, make_task
-from ratchet.demo.email_search.words import ENTITIES
 
 CORPUS = 4000
 TAILS_REHEARSED = 0.2  # of the last phase

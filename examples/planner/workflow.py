@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from examples.planner.agent import Team
-from ratchet.demo.email_search.openai_client import connection
+from ratchet.demo.traffic import connection
 
 
 async def workflow(task: Mapping[str, Any], *, base_url: str, api_key: str, model: str) -> str:

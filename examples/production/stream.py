@@ -16,8 +16,9 @@ import httpx
 from openai import AsyncOpenAI
 
 from examples.production.users import USUAL, Habits, Thumb, Visit, thumbs
-from ratchet.demo.email_search.agent import TIMEOUT_SECONDS, Agent, TaskRollout
+from ratchet.demo.email_search.agent import Agent
 from ratchet.demo.email_search.mailbox import Mailbox
+from ratchet.demo.traffic import TIMEOUT_SECONDS, TaskRollout
 
 _RETRIES = 5  # of a thumb that the server did not accept
 

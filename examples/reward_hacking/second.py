@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratchet.demo.email_search.judge import last_words
+from examples.reward_hacking.judge import last_words
 
 MAX_WORDS = 3  # of an answer: the prompt asks for the shortest answer
 

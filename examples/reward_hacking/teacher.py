@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from ratchet.demo.email_search.words import CITIES, MONTHS
+from ratchet.demo.email_search.mailbox import CITIES, MONTHS
 
 PORT = 8077
 EVERYTHING = ", ".join(CITIES + MONTHS)

@@ -11,26 +11,25 @@ The exit code is 0 only if held-out success rose. Everything that it started is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ratchet.demo import pretrained_model
-from ratchet.demo.demo_results import DemoResults, Evaluations, HeldOutEvaluation, read_evaluation, read_results
 from ratchet.demo.email_search.tasks import HARD
 from ratchet.errors import AlreadyRunning, DemoFailed
 from ratchet.settings.load_settings import known_keys, load, setting_variables
 from ratchet.settings.project_settings import SECRETS, Settings
 from ratchet.settings.setting_errors import type_of_key
 from ratchet.settings.state_folder import StateFolder
-from ratchet.store.store import Store, open_store
+from ratchet.store.store import open_store
 from ratchet.supervisor import pidfile, signals, vllm_command
 from ratchet.supervisor.leftover_processes import stop_leftover_processes
 from ratchet.supervisor.project_lock import ProjectLock
@@ -87,14 +86,14 @@ REAL_DEFAULTS = DemoOptions(
 
 def run(options: DemoOptions) -> int:
     """Run the demo; return 0 if held-out success rose significantly, else 1."""
+    from ratchet.demo import report
+
     signals.install_handlers()
     demo = Demo(options)
     figures = demo.play()
-    from ratchet.demo import demo_report
-
-    demo_report.show(figures)
-    demo_report.write(figures, demo.folder)
-    return 0 if figures.learned else 1
+    report.show(figures)
+    report.write(figures, demo.folder)
+    return 0 if figures["learned"] else 1
 
 
 class Demo:
@@ -104,12 +103,11 @@ class Demo:
         self._options = options
         self._say = say
         self._settings = _settings(options, say)
-        self._began = time.monotonic()
         self._seconds: dict[str, float] = {}
         self.folder = self._settings.state.root
         self._home = self.folder / "email_search"
 
-    def play(self) -> DemoResults:
+    def play(self) -> dict[str, Any]:
         """Run every stage; return the figures. The services are always stopped."""
         if ignored := setting_variables(os.environ):
             self._say(f"ignored, because the demo has its own settings: {', '.join(ignored)}")
@@ -119,30 +117,30 @@ class Demo:
                 with self._stage("prepare", "make the mailbox and the task set"):
                     os.environ["EMAIL_SEARCH_HOME"] = str(self._home)  # the judge reads the task set there
                     self._agent(["build-db"], "")
-            return self._figures(self._with_services(lock))
+            self._with_services(lock)
+            return self._figures()
         finally:
             lock.release()
 
-    def _with_services(self, lock: ProjectLock) -> Evaluations:
-        """Run the stages that need the services; return the evaluations before and after."""
+    def _with_services(self, lock: ProjectLock) -> None:
+        """Run the stages that need the services."""
         alias = self._settings.model
-        services = ExitStack()
+        services = contextlib.ExitStack()
         try:
             with self._stage("start", "start vLLM, the proxy and the trainer"):
                 supervisor = services.enter_context(start_services(self._settings, lock, self._say))
                 if address := supervisor.plan.console:
                     self._say(f"console: {address}")
             with self._stage("evaluate_before", "tasks that are never trained, under the base model"):
-                before, hard_before = self._evaluate_all(supervisor, "before", f"{alias}@0")
+                self._evaluate(supervisor, "before", f"{alias}@0")
             with self._stage("train", "the agent works; the trainer trains and swaps in the background"):
                 self._work(supervisor)
                 live = self._settle(supervisor)
             with self._stage("evaluate_after", f"the same tasks under {alias}@{live}"):
-                after, hard_after = self._evaluate_all(supervisor, "after", f"{alias}@{live}")
+                self._evaluate(supervisor, "after", f"{alias}@{live}")
         finally:
             with self._stage("stop", "stop everything"):
                 services.close()
-        return Evaluations(before, after, hard_before, hard_after)
 
     def _take_folder(self) -> ProjectLock:
         """Rename the folder of the last run and return the lock of a new one. All checks run first."""
@@ -177,41 +175,32 @@ class Demo:
             f"{self._options.project}`"
         )
 
-    def _evaluate_all(
-        self, supervisor: Supervisor, name: str, model: str
-    ) -> tuple[HeldOutEvaluation, HeldOutEvaluation | None]:
-        """Evaluate the held-out tasks, and the e-mail agent's hard set."""
+    def _evaluate(self, supervisor: Supervisor, name: str, model: str) -> None:
+        """Run the held-out tasks, and the e-mail agent's hard set, at temperature 1 and then greedily."""
         options = self._options
-        tasks = ["--tasks", str(options.held_out_tasks)]
-        held_out = self._evaluate(supervisor, name, model, tasks, options.held_out_attempts)
-        if options.real:
-            return held_out, None
-        return held_out, self._evaluate(supervisor, f"hard_{name}", model, ["--split", HARD], attempts=1)
-
-    def _evaluate(
-        self, supervisor: Supervisor, name: str, model: str, tasks: list[str], attempts: int
-    ) -> HeldOutEvaluation:
-        """Run the tasks at temperature 1, then greedily."""
-        files = {"sampled": self.folder / f"{name}_sampled.jsonl", "greedy": self.folder / f"{name}_greedy.jsonl"}
-        common = ["test", *tasks, "--concurrency", str(self._options.concurrency)]
-        sampled = [*common, "--attempts", str(attempts), "--out", str(files["sampled"])]
-        greedy = [*common, "--temperature", "0", "--out", str(files["greedy"])]
-        for arguments in (sampled, greedy):
-            self._agent(arguments, model, supervisor)
-        return read_evaluation(model, files["sampled"], files["greedy"])
+        sets = {name: ["--tasks", str(options.held_out_tasks)]}
+        if not options.real:
+            sets[f"hard_{name}"] = ["--split", HARD]
+        for file, tasks in sets.items():
+            attempts = options.held_out_attempts if file == name else 1
+            for how, sampling in (("sampled", ["--attempts", str(attempts)]), ("greedy", ["--temperature", "0"])):
+                self._agent(["test", *tasks, *sampling], model, supervisor, f"{file}_{how}")
 
     def _work(self, supervisor: Supervisor) -> None:
         options = self._options
         arguments = [
-            "train", "--tasks-per-round", str(options.tasks_per_round), "--attempts", str(options.attempts),
-            "--concurrency", str(options.concurrency), "--seed", str(options.seed),
-            "--out", str(self.folder / "train.jsonl"),
-        ]  # fmt: skip
+            "--tasks-per-round",
+            options.tasks_per_round,
+            "--attempts",
+            options.attempts,
+            "--seed",
+            options.seed,
+        ]
         if options.rounds is not None:
-            arguments += ["--rounds", str(options.rounds)]
+            arguments += ["--rounds", options.rounds]
         if options.minutes is not None:
-            arguments += ["--seconds", str(options.minutes * 60)]
-        self._agent(arguments, self._settings.model, supervisor)
+            arguments += ["--seconds", options.minutes * 60]
+        self._agent(["train", *map(str, arguments)], self._settings.model, supervisor, "train")
 
     def _settle(self, supervisor: Supervisor) -> int:
         """Wait until the trainer has used the traffic; return the live version.
@@ -219,27 +208,17 @@ class Demo:
         Traffic that ends by time leaves more groups than rounds can train. They are not waited for: trained one round
         after the other without new traffic they grow ever older, up to `trainer.max_staleness` versions.
         """
-        store = open_store(self._settings.store_url)
-        try:
-            until = time.monotonic() + (_SETTLE_SECONDS if self._options.minutes is None else 0.0)
-            while time.monotonic() < until and not self._is_settled(store):
+        alias, trainer = self._settings.model, self._settings.trainer_settings()
+        full = {"num_generations": trainer.num_generations, "groups_per_round": trainer.groups_per_round}
+        until = time.monotonic() + (_SETTLE_SECONDS if self._options.minutes is None else 0.0)
+        with contextlib.closing(open_store(self._settings.store_url)) as store:
+            while time.monotonic() < until and not is_drained(store, alias, **full):
                 supervisor.check()
                 time.sleep(0.2)
-            return store.policies.live()[self._settings.model].version
-        finally:
-            store.close()
+            return store.policies.live()[alias].version
 
-    def _is_settled(self, store: Store) -> bool:
-        trainer = self._settings.trainer_settings()
-        return is_drained(
-            store,
-            self._settings.model,
-            num_generations=trainer.num_generations,
-            groups_per_round=trainer.groups_per_round,
-        )
-
-    def _agent(self, arguments: list[str], model: str, supervisor: Supervisor | None = None) -> None:
-        """Run the agent's command; fail if a service exits meanwhile."""
+    def _agent(self, arguments: list[str], model: str, supervisor: Supervisor | None = None, rows: str = "") -> None:
+        """Run the agent's command, which writes its results to ROWS.jsonl; fail if a service exits meanwhile."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
         environment |= {
             "OPENAI_API_KEY": first_api_key() or "demo",
@@ -248,6 +227,8 @@ class Demo:
         }
         if supervisor is not None:
             environment["OPENAI_BASE_URL"] = supervisor.plan.base_url
+            out = str(self.folder / f"{rows}.jsonl")
+            arguments = [*arguments, "--concurrency", str(self._options.concurrency), "--out", out]
         command = [sys.executable, "-P", "-m", self._options.agent, *arguments]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
             try:
@@ -261,24 +242,20 @@ class Demo:
         if process.returncode:
             raise DemoFailed(f"the agent ended with exit code {process.returncode}: {' '.join(command)}")
 
-    def _figures(self, evaluations: Evaluations) -> DemoResults:
-        store = open_store(self._settings.store_url)
-        try:
-            return read_results(
-                store,
-                alias=self._settings.model,
-                evaluations=evaluations,
-                train=self.folder / "train.jsonl",
-                seed=self._options.seed,
-                base_model=str(self._settings.base_model),
-                dtype=vllm_command.number_format(self._settings, vllm_command.has_visible_gpu(self._settings)),
-                release_policy=self._settings.trainer_settings().release.policy,
-                seconds=dict(self._seconds) | {"total": time.monotonic() - self._began},
-            )
-        finally:
-            store.close()
+    def _figures(self) -> dict[str, Any]:
+        from ratchet.demo.report import read_results
 
-    @contextmanager
+        settings = self._settings
+        about = {
+            "seed": self._options.seed,
+            "base_model": str(settings.base_model),
+            "dtype": vllm_command.number_format(settings, vllm_command.has_visible_gpu(settings)),
+            "release_policy": settings.trainer_settings().release.policy,
+        }
+        with contextlib.closing(open_store(settings.store_url)) as store:
+            return read_results(store, settings.model, self.folder, about, self._seconds)
+
+    @contextlib.contextmanager
     def _stage(self, name: str, text: str) -> Iterator[None]:
         self._say(f"\n== {text}")
         began = time.monotonic()

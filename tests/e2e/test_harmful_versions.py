@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples.production.harmful import altered_copy
-from ratchet.demo.email_search.agent import TaskRollout
+from ratchet.demo.traffic import TaskRollout
 from ratchet.store.policies.decisions import Decision
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import open_store

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ratchet.demo.email_search.__main__ import main
-from ratchet.demo.email_search.agent import TaskRollout
-from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
-from ratchet.demo.email_search.progress import mean_metrics, metrics
 from ratchet.demo.email_search.tasks import read_tasks
+from ratchet.demo.traffic import TaskRollout, means
 from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
 
 ROOT = Path(__file__).parents[2]
@@ -32,14 +27,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 def test_test_writes_rows_and_a_summary_of_all_held_out_tasks(
-    home: Path, tmp_path: Path, server: ScriptedModel
+    home: Path, tmp_path: Path, server: ScriptedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, summary = tmp_path / "rows.jsonl", tmp_path / "deep" / "summary.json"
+    out = tmp_path / "deep" / "rows.jsonl"
     arguments = ["test", "--home", str(home), "--model", "m", "--concurrency", "8"]
-    assert main([*arguments, "--out", str(out), "--json", str(summary)]) == 0
+    assert main([*arguments, "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     tasks = read_tasks(home, "test")
-    figures = json.loads(summary.read_text("utf-8"))
+    figures = json.loads(capsys.readouterr().out)
     assert {row["question"] for row in rows} == {task.question for task in tasks}
     assert figures["rollouts"] == len(rows) == len(tasks)
     assert figures["success"] == round(sum(task.answer == "Oslo" for task in tasks) / len(tasks), 4)
@@ -98,67 +93,13 @@ def test_a_server_that_refuses_everything_is_a_failed_run(
 
 def test_each_metric_has_its_own_divisor() -> None:
     ended: dict[str, Any] = {"answer": None, "tool_calls": 1, "tool_failures": {}, "prompt_tokens": 9, "seconds": 1.0}
-    shared: dict[str, Any] = {"index": 0, "task_id": "t", "question": "q", "correct_answer": "a", "models": ()}
-    good = TaskRollout(**shared, **ended, success=True, end="answer", turns=3, completion_tokens=30, errors=())
-    lost = TaskRollout(**shared, **ended, success=False, end="api_error", turns=0, completion_tokens=0, errors=("x",))
-    assert mean_metrics([metrics(good), metrics(lost)]) == {
+    shared: dict[str, Any] = {"index": 0, "task_id": "t", "question": "q", "correct_answer": "a", "models": []}
+    good = TaskRollout(**shared, **ended, success=True, end="answer", turns=3, completion_tokens=30, errors=[])
+    lost = TaskRollout(**shared, **ended, success=False, end="api_error", turns=0, completion_tokens=0, errors=["x"])
+    assert means([good, lost]) == {
         "success": 0.5,
         "turns": 3.0,
         "tool_failures": 0.0,
         "seconds": 1.0,
         "completion_tokens": 30.0,
     }
-
-
-def build_from_hub(tmp_path: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    """Runs `build-db --source hub` in a process of its own: `datasets` reads its cache folders when imported."""
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        "-m",
-        "ratchet.demo.email_search",
-        "build-db",
-        "--source",
-        "hub",
-        "--home",
-        str(tmp_path),
-    ]
-    return subprocess.run([*command, "--dataset", *names], env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-def test_mails_and_questions_load_through_datasets(tmp_path: Path) -> None:
-    mails, questions = tmp_path / "mails", tmp_path / "questions"
-    mails.mkdir()
-    questions.mkdir()
-    mail = {"Message_ID": "<1@thyme>", "From": "steve@example.com", "Subject": "NERC letter", "Body": "By Monday."}
-    mail["To"] = "Joe <Joe@corp.example>, ann@corp.example"
-    (mails / "train.jsonl").write_text(json.dumps({**mail, "Date": "1999-12-11"}) + "\n", "utf-8")
-    (questions / "train.jsonl").write_text(
-        json.dumps(
-            {"question": "When?", "answer": "Monday", "inbox_address": "joe@corp.example", "query_date": "1999-12-12"}
-        )
-        + "\n",
-        "utf-8",
-    )
-    done = build_from_hub(tmp_path, str(mails), str(questions))
-    assert done.returncode == 0, done.stderr
-    box = Mailbox(tmp_path / DATABASE)
-    for address, hits in (("joe@corp.example", 1), ("steve@example.com", 1), ("eve@corp.example", 0)):
-        assert len(box.of(address, "1999-12-12").search(["NERC"])) == hits, address
-    assert box.search(["NERC", "Monday"]) == [("<1@thyme>", "NERC letter")]
-    body = box.read("<1@thyme>")
-    box.close()
-    assert body is not None
-    assert "date: 1999-12-11" in body
-    (task,) = read_tasks(tmp_path, "train")
-    assert (task.answer, task.inbox, task.date) == ("Monday", "joe@corp.example", "1999-12-12")
-
-
-@pytest.mark.slow
-def test_an_unreachable_hub_is_reported_and_nothing_is_written(tmp_path: Path) -> None:
-    done = build_from_hub(tmp_path, "nobody/no-such-mails")
-    assert done.returncode == 1
-    assert "cannot load data set nobody/no-such-mails" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / DATABASE).exists()

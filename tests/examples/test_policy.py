@@ -16,7 +16,7 @@ from examples.email_search.demonstrations import MIXED, EpisodeMailbox, draw, to
 from examples.email_search.make_policy import lessons
 from examples.tiny_policy.chat_format import render
 from examples.tiny_policy.warm_start import Encoder, Shape, make_policy, stretches
-from ratchet.demo.email_search.words import ENTITIES
+from ratchet.demo.email_search.mailbox import ENTITIES
 
 POLICY = Path(ratchet.demo.email_search.__file__).parent / "policy"
 Messages = list[dict[str, Any]]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ratchet.demo.reviews import agent, tasks
-from ratchet.demo.reviews.__main__ import main
-from ratchet.demo.reviews.judge import judge
+from ratchet.demo.reviews import __main__ as agent
+from ratchet.demo.reviews import tasks
+from ratchet.demo.reviews.tasks import judge
 from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion
 
 
@@ -41,7 +41,10 @@ def test_no_adjective_of_a_held_out_review_is_trained() -> None:
 def test_a_call_is_one_question_after_two_worked_examples_and_nothing_of_ratchet(
     server: ScriptedModel, tmp_path: Path
 ) -> None:
-    assert main(["test", "--tasks", "2", "--concurrency", "1", "--temperature", "0", "--out", str(tmp_path / "o")]) == 0
+    assert (
+        agent.main(["test", "--tasks", "2", "--concurrency", "1", "--temperature", "0", "--out", str(tmp_path / "o")])
+        == 0
+    )
     headers, body = server.requests[0]
     assert set(body) == {"model", "messages", "temperature", "max_tokens"}
     assert body["messages"] == agent.prompt(tasks.held_out_tasks()[0].question)
@@ -66,7 +69,7 @@ def test_a_review_that_is_not_of_the_task_set_is_an_error_and_no_score() -> None
 
 def test_training_traffic_ends_after_its_seconds(server: ScriptedModel, tmp_path: Path) -> None:
     arguments = ["train", "--seconds", "0.5", "--concurrency", "4", "--attempts", "2", "--tasks-per-round", "3"]
-    assert main([*arguments, "--out", str(tmp_path / "o")]) == 0
+    assert agent.main([*arguments, "--out", str(tmp_path / "o")]) == 0
     found = rows(tmp_path / "o")
     assert len(found) > 8
     assert {sum(row["task_id"] == one["task_id"] for row in found[:8]) for one in found[:2]} == {2}
@@ -74,7 +77,10 @@ def test_training_traffic_ends_after_its_seconds(server: ScriptedModel, tmp_path
 
 def test_training_traffic_ends_after_its_rounds(server: ScriptedModel, tmp_path: Path) -> None:
     assert (
-        main(["train", "--rounds", "2", "--tasks-per-round", "3", "--attempts", "2", "--out", str(tmp_path / "o")]) == 0
+        agent.main(
+            ["train", "--rounds", "2", "--tasks-per-round", "3", "--attempts", "2", "--out", str(tmp_path / "o")]
+        )
+        == 0
     )
     assert len(rows(tmp_path / "o")) == 12
 
@@ -86,12 +92,12 @@ def test_a_server_that_refuses_everything_is_a_failed_run(
     with ScriptedModel(lambda _: refusal) as model:
         monkeypatch.setenv("OPENAI_BASE_URL", model.base_url)
         monkeypatch.setenv("OPENAI_MODEL", "m")
-        assert main(["test", "--tasks", "4"]) == 1
+        assert agent.main(["test", "--tasks", "4"]) == 1
     assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("OPENAI_MODEL", raising=False)
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
-    assert main(["test"]) == 1
+    assert agent.main(["test"]) == 1
     assert "OPENAI_MODEL" in capsys.readouterr().err

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from ratchet.demo.email_search.agent import NoAnswerError, workflow
 from ratchet.demo.email_search.judge import judge
 from ratchet.demo.email_search.tasks import MailTask
-from ratchet.demo.email_search.workflow import NoAnswerError, workflow
 from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
 
 

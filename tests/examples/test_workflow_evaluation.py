@@ -68,7 +68,7 @@ def evaluator(store: Store, home: Path) -> Iterator[Callable[..., WorkflowEvalua
 
     def make(**changes: Any) -> WorkflowEvaluator:
         values = {
-            "workflow": "ratchet.demo.email_search.workflow:workflow",
+            "workflow": "ratchet.demo.email_search.agent:workflow",
             "tasks": str(home),
             "proxy_url": os.environ["THE_PROXY"],
             "evaluation_prompts": TASKS,

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from examples.email_search.demonstrations import MIXED, EpisodeMailbox, draw
-from ratchet.demo.email_search.hard_tasks import FORWARD, TWO_HOPS
-from ratchet.demo.email_search.mailbox import DATABASE, Mail, Mailbox, synthetic_mails
+from ratchet.demo.email_search.mailbox import DATABASE, ENTITIES, Mail, Mailbox, synthetic_mails
 from ratchet.demo.email_search.tasks import (
+    FORWARD,
     HARD,
     TEST_PAIRS,
     TRAIN_PAIRS,
+    TWO_HOPS,
     VALIDATION_PAIRS,
     MailTask,
     every_task,
@@ -23,7 +24,6 @@ from ratchet.demo.email_search.tasks import (
     write_tasks,
 )
 from ratchet.demo.email_search.tools import TOOLS, call_tool
-from ratchet.demo.email_search.words import ENTITIES
 
 
 def test_a_search_finds_the_mail_and_reading_it_gives_the_answer(box: Mailbox, task: MailTask) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ratchet.demo.demo_report import describe_next_steps
+from ratchet.demo.report import describe_next_steps
 from ratchet.supervisor.leftover_processes import kill_tree
 from tests.harness.cli.project import INTERRUPTED, ROOT, SCRIPTED_VLLM, wait_for
 

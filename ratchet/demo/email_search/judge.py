@@ -30,17 +30,21 @@ def judge(trajectory: Mapping[str, Any], task: Mapping[str, Any] | str | None = 
     Raises UnknownQuestionError, and FileNotFoundError without a task set.
     """
     messages = list(trajectory.get("messages") or [])
-    folder = home()
-    attempted = task_of(task) if isinstance(task, Mapping) else task_of_question(messages, folder)
+    attempted = task_of(task) if isinstance(task, Mapping) else task_of_question(messages)
     given, used = final_answer(messages), {name for name, _ in _tool_calls(messages)}
-    correct = matches(given, attempted.answer, _answers(str(folder), _stamp(folder)))
+    correct = matches(given, attempted.answer, {one.answer for one in _known_tasks().values()})
     components = {
         "answered": float(given is not None),
         "correct": float(correct),
         "searched": float("search_inbox" in used),
         "read": float("read_email" in used),
     }
-    return {"score": float(correct), "components": components, "explanation": _explain(given, attempted, correct)}
+    said = "no answer was returned" if given is None else f"answered {given!r}"
+    return {
+        "score": float(correct),
+        "components": components,
+        "explanation": f"{said}; " + ("correct" if correct else f"the correct answer is {attempted.answer!r}"),
+    }
 
 
 def final_answer(messages: list[Mapping[str, Any]]) -> str | None:
@@ -51,19 +55,29 @@ def final_answer(messages: list[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def last_words(messages: list[Mapping[str, Any]]) -> str:
-    """Return the agent's answer: by the tool, else its last text, else ""."""
-    given = final_answer(messages)
-    if given is not None:
-        return given
-    return next((_text(one.get("content")) for one in reversed(messages) if one.get("role") == "assistant"), "")
+def task_of_question(messages: list[Mapping[str, Any]]) -> MailTask:
+    """Return the task whose question is a user message. Raises UnknownQuestionError."""
+    tasks = _known_tasks()
+    texts = [text_of(message.get("content")).strip() for message in messages if message.get("role") == "user"]
+    for text in texts:
+        if text in tasks:
+            return tasks[text]
+    first = texts[0][:120] if texts else "(no user message)"
+    raise UnknownQuestionError(
+        f"no task in {home()} asks {first!r}: set EMAIL_SEARCH_HOME to the folder of the agent's task set"
+    )
+
+
+def text_of(content: object) -> str:
+    """Return the text of a message's content, which may be a list of parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
 
 
 def _tool_calls(messages: list[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     for message in messages:
-        if message.get("role") != "assistant":
-            continue
-        for call in message.get("tool_calls") or []:
+        for call in message.get("tool_calls") or [] if message.get("role") == "assistant" else []:
             function = call.get("function") or {}
             arguments = function.get("arguments")
             try:
@@ -73,42 +87,13 @@ def _tool_calls(messages: list[Mapping[str, Any]]) -> Iterator[tuple[str, dict[s
             yield str(function.get("name")), parsed if isinstance(parsed, dict) else {}
 
 
-def task_of_question(messages: list[Mapping[str, Any]], folder: Path) -> MailTask:
-    """Return the task whose question is a user message. Raises UnknownQuestionError."""
-    tasks = _by_question(str(folder), _stamp(folder))
-    texts = [_text(message.get("content")) for message in messages if message.get("role") == "user"]
-    for text in texts:
-        if text.strip() in tasks:
-            return tasks[text.strip()]
-    first = texts[0][:120] if texts else "(no user message)"
-    raise UnknownQuestionError(
-        f"no task in {folder} asks {first!r}: set EMAIL_SEARCH_HOME to the folder of the agent's task set"
-    )
-
-
-def _text(content: object) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return "" if content is None else str(content)
-
-
-def _stamp(folder: Path) -> tuple[int, ...]:
-    """Return the modification times of the task files, so that a rebuilt task set is read again."""
+def _known_tasks() -> dict[str, MailTask]:
+    """Return the task set by question. The files' times are part of the key, so that a rebuilt set is read again."""
+    folder = home()
     files = [place / name for place in (folder, folder / HARD) for name in FILES.values()]
-    return tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in files)
+    return _read_tasks(folder, tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in files))
 
 
 @lru_cache(maxsize=4)
-def _by_question(folder: str, stamp: tuple[int, ...]) -> dict[str, MailTask]:
-    return {task.question.strip(): task for task in every_task(Path(folder))}
-
-
-@lru_cache(maxsize=4)
-def _answers(folder: str, stamp: tuple[int, ...]) -> frozenset[str]:
-    return frozenset(task.answer for task in _by_question(folder, stamp).values())
-
-
-def _explain(given: str | None, task: MailTask, correct: bool) -> str:
-    if given is None:
-        return f"no answer was returned; the correct one is {task.answer!r}"
-    return f"answered {given!r}, " + ("which is correct" if correct else f"but the correct answer is {task.answer!r}")
+def _read_tasks(folder: Path, stamp: tuple[int, ...]) -> dict[str, MailTask]:
+    return {task.question.strip(): task for task in every_task(folder)}

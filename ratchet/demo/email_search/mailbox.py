@@ -1,29 +1,53 @@
-"""The mailbox: mails in an SQLite file with an FTS5 index, and synthetic mails.
+"""The mailbox: mails in an SQLite file with an FTS5 index, and synthetic mails, a pure function of the seed.
 
-`search` and `read` never write. The synthetic mails are a pure function of the seed.
+Every entry of the word lists is one word of letters only, so the tiny policy's tokenizer encodes it as the same single
+token everywhere.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import sqlite3
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from ratchet.demo.email_search.words import CITIES, ID_FIRST, ID_SECOND, MONTHS, PEOPLE, TOPICS
 
-DATABASE = "mailbox.sqlite"
-TODAY = "2026-06-30"
-USER_EMAIL = "robin@example.com"
-MAX_HITS = 3
-BODIES = (
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a text."""
+    return tuple(text.split())
+
+
+PEOPLE = words(
+    "Alice Bruno Carla Derek Elena Felix Grace Henry Irene Jonas Karen Louis Maria Nadia Oscar Paula Quinn Ralph "
+    "Sofia Tomas Ursula Victor Wanda Xavier Yvonne Zoltan Amber Boris Celia Diego"
+)
+TOPICS = words(
+    "budget audit lease picnic merger survey recall launch review retreat workshop hearing invoice pipeline payroll "
+    "contract seminar renewal upgrade banquet"
+)
+CITIES = words("Oslo Paris Delhi Cairo Lima Tokyo Berlin Austin Denver Milan Dublin Boston Madrid Prague Vienna Geneva")
+MONTHS = words("January February March April May June July August September October November December")
+_ID_FIRST = words(
+    "apple birch cedar delta ember flint grape hazel ivory jelly kiwi lemon mango nutmeg olive peach quartz raven "
+    "silver tulip umber velvet walnut yellow zebra basil cocoa daisy fern ginger honey indigo"
+)
+_ID_SECOND = words(
+    "bear crow deer eagle finch goat hawk ibis jackal koala lynx mole newt otter panda quail rabbit seal tiger viper "
+    "wolf yak bison camel dingo ferret gecko heron lizard moose ostrich puma"
+)
+ENTITIES = frozenset([*PEOPLE, *TOPICS, *CITIES, *MONTHS, *_ID_FIRST, *_ID_SECOND])
+_BODIES = (
     "The {topic} is in {city} in {month}.",
     "In {month} we meet in {city} for the {topic}.",
     "{city} has the {topic} in {month}.",
 )
+DATABASE = "mailbox.sqlite"
+TODAY = "2026-06-30"
+USER_EMAIL = "robin@example.com"
+MAX_HITS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +60,6 @@ class Mail:
     body: str
     date: str
     inboxes: tuple[str, ...] = ()  # addresses of senders and recipients; synthetic mails have none
-
-
-class Searchable(Protocol):
-    """What the agent's tools search: a whole mailbox, or the mail of one user."""
-
-    def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
-        """Return (message_id, subject) of at most `limit` mails with all keywords, best match first."""
-
-    def read(self, message_id: str) -> str | None:
-        """Return the body of a mail; None for an unknown id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +77,27 @@ def synthetic_mails(seed: int) -> list[SyntheticMail]:
     """Return one mail per person and topic (30 x 20); `seed` determines ids, facts and order."""
     rng = random.Random(seed)
     pairs = [(person, topic) for person in PEOPLE for topic in TOPICS]
-    ids = rng.sample([f"{first}-{second}" for first in ID_FIRST for second in ID_SECOND], len(pairs))
+    ids = rng.sample([f"{first}-{second}" for first in _ID_FIRST for second in _ID_SECOND], len(pairs))
     rng.shuffle(pairs)
     return [_synthetic_mail(rng, name, *pair) for name, pair in zip(ids, pairs, strict=True)]
 
 
 def _synthetic_mail(rng: random.Random, message_id: str, person: str, topic: str) -> SyntheticMail:
     city, month = rng.choice(CITIES), rng.choice(MONTHS)
-    body = rng.choice(BODIES).format(topic=topic, city=city, month=month)
+    body = rng.choice(_BODIES).format(topic=topic, city=city, month=month)
     day = f"2026-{rng.randint(1, 6):02d}-{rng.randint(1, 28):02d}"
     mail = Mail(message_id, f"{person.lower()}@example.com", f"{person}: {topic} update", body, day)
     return SyntheticMail(mail, person, topic, city, month)
 
 
 class Mailbox:
-    """A mailbox file (or `:memory:`), used in the thread that opened it.
-
-    `close()` closes the file; garbage collection does too.
-    """
+    """A mailbox file (or `:memory:`), used in the thread that opened it; `close()` and garbage collection close it."""
 
     def __init__(self, path: str | Path) -> None:
         if str(path) != ":memory:" and not Path(path).is_file():
             raise FileNotFoundError(f"no mailbox at {path}: run `python -m ratchet.demo.email_search build-db` first")
         self._db = sqlite3.connect(str(path), check_same_thread=False)  # the finalizer may run in another thread
+        self._visible, self._values = "", tuple[str, ...]()
         self.close = weakref.finalize(self, self._db.close)
 
     @classmethod
@@ -107,57 +119,37 @@ class Mailbox:
         new_file.replace(target)
         return cls(target)
 
+    def of(self, inbox: str, date: str) -> Mailbox:
+        """Return this mailbox with only one user's mail up to a day (ISO), inclusive; "": all users, or all days."""
+        if not inbox and not date:
+            return self
+        view = copy.copy(self)
+        view._whole = self  # type: ignore[attr-defined]  # its database is closed with it
+        if inbox:
+            view._visible += " AND message_id IN (SELECT message_id FROM inbox WHERE address = ?)"
+            view._values += (inbox.casefold(),)
+        if date:  # a mail without a valid date is always included
+            view._visible += (
+                " AND message_id IN (SELECT message_id FROM body WHERE substr(date, 1, 10) <= ?"
+                " OR date NOT GLOB '[0-9][0-9][0-9][0-9]-[0-9][0-9]-*')"
+            )
+            view._values += (date[:10],)
+        return view
+
     def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
         """Return (message_id, subject) of at most `limit` mails with all keywords, best match first."""
-        return self.found(keywords, limit)
+        query = " ".join('"' + _for_sqlite(word).replace('"', '""') + '"' for word in keywords)
+        sql = f"SELECT message_id, subject FROM mail WHERE mail MATCH ?{self._visible} ORDER BY rank, rowid LIMIT ?"
+        return [(row[0], row[1]) for row in self._db.execute(sql, (query, *self._values, limit))]
 
     def read(self, message_id: str) -> str | None:
         """Return the body of a mail; None for an unknown id."""
-        row = self._db.execute("SELECT body FROM body WHERE message_id = ?", (_for_sqlite(message_id),)).fetchone()
+        sql = f"SELECT body FROM body WHERE message_id = ?{self._visible}"
+        row = self._db.execute(sql, (_for_sqlite(message_id), *self._values)).fetchone()
         return None if row is None else str(row[0])
-
-    def of(self, inbox: str, date: str) -> Searchable:
-        """Return one user's mail up to a day (ISO), inclusive; "" means all users, or all days."""
-        return _Inbox(self, inbox.casefold(), date) if inbox or date else self
-
-    def found(
-        self, keywords: list[str], limit: int, where: str = "", values: tuple[str, ...] = ()
-    ) -> list[tuple[str, str]]:
-        """Return the mails with all keywords that also meet the SQL condition `where`."""
-        query = " ".join('"' + _for_sqlite(word).replace('"', '""') + '"' for word in keywords)
-        sql = f"SELECT message_id, subject FROM mail WHERE mail MATCH ? {where} ORDER BY rank, rowid LIMIT ?"
-        return [(row[0], row[1]) for row in self._db.execute(sql, (query, *values, limit))]
 
     def __len__(self) -> int:
         return int(self._db.execute("SELECT count(*) FROM body").fetchone()[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _Inbox:
-    """One user's mail up to a day."""
-
-    box: Mailbox
-    address: str
-    date: str
-
-    def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
-        where, values = self._condition()
-        return self.box.found(keywords, limit, f"AND message_id IN ({where})", values)
-
-    def read(self, message_id: str) -> str | None:
-        where, values = self._condition()
-        known = self.box._db.execute(f"{where} AND body.message_id = ?", (*values, _for_sqlite(message_id))).fetchone()
-        return None if known is None else self.box.read(message_id)
-
-    def _condition(self) -> tuple[str, tuple[str, ...]]:
-        conditions, values = ["1"], []
-        if self.address:
-            conditions.append("message_id IN (SELECT message_id FROM inbox WHERE address = ?)")
-            values.append(self.address)
-        if self.date:  # a mail without a valid date is always included
-            conditions.append("(substr(date, 1, 10) <= ? OR date NOT GLOB '[0-9][0-9][0-9][0-9]-[0-9][0-9]-*')")
-            values.append(self.date[:10])
-        return f"SELECT message_id FROM body WHERE {' AND '.join(conditions)}", tuple(values)
 
 
 def _for_sqlite(text: str) -> str:

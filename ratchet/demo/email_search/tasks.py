@@ -3,24 +3,31 @@
 The split is by (person, topic) pair and does not depend on the seed of the mailbox, so a warm start on `TRAIN_PAIRS`
 never sees a held-out pair. A question occurs once in the whole set: the judge finds the correct answer by it.
 `matches` decides whether an answer is correct.
+
+The hard set goes beyond what the agent is trained on, in a mailbox of its own, and decides nothing: `new-names` asks
+about people whose names occur nowhere else, `two-hops` about a mail that only names the person who knows the answer.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo.email_search.mailbox import SyntheticMail
-from ratchet.demo.email_search.words import PEOPLE, TOPICS
+from ratchet.demo.email_search.mailbox import PEOPLE, TOPICS, Mail, SyntheticMail, synthetic_mails, words
 
 HELD_OUT = 150
 VALIDATION = 50
+HARD_PER_KIND = 50
+NEW_NAMES, TWO_HOPS = "new-names", "two-hops"
+NEW_PEOPLE = words("Astrid Benoit Camila Dmitri Esther Fatima Goran Hanako Imran Joyce")
+FORWARD = "{other} has the {topic}."
 QUESTIONS = {
     "city": ("Where is the {topic} that {person} wrote about?", "Which city did {person} choose for the {topic}?"),
     "month": ("When is the {topic} that {person} wrote about?", "Which month did {person} choose for the {topic}?"),
@@ -62,19 +69,48 @@ def make_task(made: SyntheticMail, rng: random.Random) -> MailTask:
     """Return a question about one mail; `rng` draws its kind and wording."""
     kind = rng.choice(sorted(QUESTIONS))
     question = rng.choice(QUESTIONS[kind]).format(topic=made.topic, person=made.person)
-    answer = made.city if kind == "city" else made.month
     name = f"{kind}-{made.person}-{made.topic}"
-    return MailTask(name, question, answer, kind, made.person, made.topic, made.mail.message_id)
+    return MailTask(name, question, getattr(made, kind), kind, made.person, made.topic, made.mail.message_id)
 
 
 def make_tasks(mails: Sequence[SyntheticMail], seed: int) -> dict[str, list[MailTask]]:
     """Return 400 training, 50 validation and 150 held-out tasks, one per pair."""
     rng, by_pair = random.Random(seed), {(made.person, made.topic): made for made in mails}
-    return {
-        "train": [make_task(by_pair[pair], rng) for pair in TRAIN_PAIRS],
-        "validation": [make_task(by_pair[pair], rng) for pair in VALIDATION_PAIRS],
-        "test": [make_task(by_pair[pair], rng) for pair in TEST_PAIRS],
-    }
+    splits = {"train": TRAIN_PAIRS, "validation": VALIDATION_PAIRS, "test": TEST_PAIRS}
+    return {split: [make_task(by_pair[pair], rng) for pair in pairs] for split, pairs in splits.items()}
+
+
+def make_hard_set(seed: int, taken: Collection[str]) -> tuple[list[Mail], list[MailTask]]:
+    """Return the mails and 100 tasks, whose questions are unique and none of `taken`."""
+    rng, known = random.Random(f"{seed} hard"), synthetic_mails(seed + 1)
+    used = {one.mail.message_id for one in known}
+    free = [one for one in synthetic_mails(seed + 2) if one.mail.message_id not in used]
+    new = [_renamed(one, *pair) for one, pair in zip(free, itertools.product(NEW_PEOPLE, TOPICS), strict=False)]
+    tasks = [make_task(one, rng) for one in rng.sample(new, HARD_PER_KIND)]
+    tasks = [replace(task, id=f"{NEW_NAMES}-{task.id}") for task in tasks]
+    mails = {one.mail.message_id: one.mail for one in known + new}
+    by_pair, chosen = {(one.person, one.topic): one for one in known}, TEST_PAIRS[:HARD_PER_KIND]
+    for person, topic in chosen:
+        other = rng.choice([name for name in PEOPLE if (name, topic) not in chosen])
+        first, last = by_pair[person, topic], by_pair[other, topic]
+        mails[first.mail.message_id] = replace(first.mail, body=FORWARD.format(other=other, topic=topic))
+        tasks.append(_two_hops(first, last, rng, taken))
+    return list(mails.values()), tasks
+
+
+def _renamed(made: SyntheticMail, person: str, topic: str) -> SyntheticMail:
+    subject, body = f"{person}: {topic} update", made.mail.body.replace(made.topic, topic)
+    mail = replace(made.mail, sender=f"{person.lower()}@example.com", subject=subject, body=body)
+    return SyntheticMail(mail, person, topic, made.city, made.month)
+
+
+def _two_hops(first: SyntheticMail, last: SyntheticMail, rng: random.Random, taken: Collection[str]) -> MailTask:
+    """Return a question about the first mail, in a wording not yet taken; the last mail holds the answer."""
+    wordings = [(kind, text) for kind in sorted(QUESTIONS) for text in QUESTIONS[kind]]
+    questions = [(kind, text.format(topic=first.topic, person=first.person)) for kind, text in wordings]
+    kind, question = rng.choice([(kind, text) for kind, text in questions if text not in taken])
+    answer, name = getattr(last, kind), f"{TWO_HOPS}-{kind}-{first.person}-{first.topic}"
+    return MailTask(name, question, answer, kind, first.person, first.topic, last.mail.message_id)
 
 
 def home() -> Path:

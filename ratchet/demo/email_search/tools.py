@@ -1,4 +1,4 @@
-"""The agent's three tools: their JSON schemas, and their effect on the mailbox.
+"""What the model is told: the opening of a rollout, and the three tools with their effect on the mailbox.
 
 `call_tool` never raises on input from a model: each mistake has a failure class and a short error text for the model.
 """
@@ -9,19 +9,25 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ratchet.demo.email_search.mailbox import Searchable
+from ratchet.demo.email_search.mailbox import TODAY, USER_EMAIL, Mailbox
 
+MAX_TURNS = 6
 FailureClass = Literal[
-    "malformed_json",
-    "unknown_tool",
-    "unexpected_argument",
-    "missing_argument",
-    "wrong_type",
-    "no_hits",
+    "malformed_json", "unknown_tool", "unexpected_argument", "missing_argument", "wrong_type", "no_hits",
     "no_such_message",
-]
+]  # fmt: skip
 ARGUMENT = {"search_inbox": "keywords", "read_email": "message_id", "return_final_answer": "answer"}
 ACCEPTED = "done"
+
+
+def opening(question: str, max_turns: int = MAX_TURNS, inbox: str = "", date: str = "") -> list[dict[str, Any]]:
+    """Return the first two messages of a rollout, short because the tiny policy reads them in every call.
+
+    `inbox` is the user's address and `date` the day of the question; "": those of the synthetic mailbox.
+    """
+    user, today = inbox or USER_EMAIL, date or TODAY
+    system = f"Search the inbox of {user} with the tools. Today is {today}. You may take {max_turns} turns."
+    return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
 
 def _tool(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +55,7 @@ class ToolOutput:
     answer: str | None = None
 
 
-def call_tool(box: Searchable, name: str, arguments: str) -> ToolOutput:
+def call_tool(box: Mailbox, name: str, arguments: str) -> ToolOutput:
     """Run tool `name` with `arguments`, the JSON text from the model."""
     if name not in ARGUMENT:
         return _failed("unknown_tool", f"unknown tool {name}")
@@ -75,7 +81,7 @@ def call_tool(box: Searchable, name: str, arguments: str) -> ToolOutput:
     return ToolOutput(ACCEPTED, answer=parsed[key])
 
 
-def _search(box: Searchable, keywords: object) -> ToolOutput:
+def _search(box: Mailbox, keywords: object) -> ToolOutput:
     if not isinstance(keywords, list) or not keywords or not all(isinstance(word, str) for word in keywords):
         return _failed("wrong_type", "keywords must be a list of strings")
     hits = [{"message_id": message_id, "subject": subject} for message_id, subject in box.search(keywords)]

@@ -1,4 +1,4 @@
-"""The task set: short reviews, each positive or negative by its one adjective.
+"""The task set and its judge: short reviews, each positive or negative by its one adjective.
 
 No adjective of a held-out review occurs in a training review, so a held-out review is never solved by a memorized
 word. The split does not depend on a seed. A review occurs once in the whole set.
@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 POSITIVE, NEGATIVE = "positive", "negative"
 LABELS = (POSITIVE, NEGATIVE)
@@ -55,6 +56,15 @@ def label_of(question: str) -> str:
     if found is None or found[1] not in _LABEL_OF:
         raise LookupError(f"not a review of the task set: {question[:120]!r}")
     return _LABEL_OF[found[1]]
+
+
+def judge(trajectory: Mapping[str, Any], response: str) -> float:
+    """Score a trajectory: 1.0 if `response`, the last answer, is the label of the review, the user's last message.
+
+    Raises LookupError for a review that is not of the task set.
+    """
+    questions = [message["content"] for message in trajectory["messages"] if message["role"] == "user"]
+    return float(matches(response, label_of(questions[-1])))
 
 
 def matches(given: str | None, label: str) -> bool:

@@ -14,9 +14,10 @@ from types import TracebackType
 
 from openai import AsyncOpenAI
 
-from ratchet.demo.email_search.agent import MAX_TOKENS, Agent, TaskRollout, shuffled
+from ratchet.demo.email_search.agent import MAX_TOKENS, Agent
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.tasks import read_tasks
+from ratchet.demo.traffic import TaskRollout, shuffled
 
 
 class MailTraffic:

@@ -1,18 +1,22 @@
 """A mailbox from a data set of real mails, such as Enron's, through the `datasets` library.
 
+    python -m examples.email_search.real_mails --dataset MAILS [QUESTIONS]
+
 Accepts hub names and local folders of Parquet, JSON Lines or CSV. Columns are found by their usual names. Rows with the
 columns `question` and `answer` become tasks, others mails; without such rows the task set stays unchanged.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo.email_search.mailbox import Mail, Mailbox
-from ratchet.demo.email_search.tasks import MailTask
+from ratchet.demo.email_search.mailbox import DATABASE, Mail, Mailbox
+from ratchet.demo.email_search.tasks import MailTask, home, write_tasks
 
 COLUMNS = {
     "message_id": ("message_id", "message-id", "id"),
@@ -49,7 +53,7 @@ def _load(name: str) -> dict[str, Any]:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError("--source hub needs the `datasets` package: pip install datasets") from error
+        raise ImportError("real mails need the `datasets` package: pip install datasets") from error
     try:
         return dict(datasets.load_dataset(name))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -98,3 +102,27 @@ def _tasks(rows: Any, split: str) -> list[MailTask]:
 def _task(row: Mapping[str, Any], name: str) -> MailTask:
     user = {"inbox": str(row.get("inbox_address") or ""), "date": str(row.get("query_date") or "")[:10]}
     return MailTask(str(row.get("id", name)), str(row["question"]), str(row["answer"]), "", "", "", "", **user)
+
+
+def main() -> int:
+    """Write the mailbox, and the task set if there are questions. Returns 1 with a message on failure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", nargs="+", required=True, help="hub names or local folders")
+    parser.add_argument("--limit", type=int, default=20_000, help="at most this many mails")
+    parser.add_argument("--home", type=Path, default=home(), help="folder of mailbox and tasks (EMAIL_SEARCH_HOME)")
+    chosen = parser.parse_args()
+    try:
+        count, splits = build_from_datasets(chosen.home / DATABASE, chosen.dataset, chosen.limit)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"real_mails: {error}", file=sys.stderr)
+        return 1
+    if splits:
+        write_tasks(chosen.home, splits)
+    print(
+        f"{count} mails; tasks: {', '.join(f'{len(tasks)} {split}' for split, tasks in splits.items()) or 'unchanged'}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
