@@ -124,7 +124,7 @@ def write_tasks(folder: Path, splits: dict[str, list[MailTask]]) -> None:
     for split in FILES.keys() - splits.keys():
         (folder / FILES[split]).unlink(missing_ok=True)
     for split, tasks in splits.items():
-        lines = "".join(json.dumps(_row(task), ensure_ascii=False) + "\n" for task in tasks)
+        lines = "".join(json.dumps(asdict(task), ensure_ascii=False) + "\n" for task in tasks)
         (folder / FILES[split]).write_text(lines, encoding="utf-8")
 
 
@@ -141,10 +141,6 @@ def every_task(folder: Path) -> list[MailTask]:
     places = [(place, split) for place in (folder, folder / HARD) for split in FILES]
     found = [task for place, split in places if (place / FILES[split]).is_file() for task in read_tasks(place, split)]
     return found or read_tasks(folder, "train")
-
-
-def _row(task: MailTask) -> dict[str, str]:
-    return {name: value for name, value in asdict(task).items() if value or name not in ("inbox", "date")}
 
 
 def task_of(row: Mapping[str, Any], name: str = "") -> MailTask:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ratchet.demo.email_search.mailbox import TODAY, USER_EMAIL, Mailbox
 
 MAX_TURNS = 6
-FailureClass = Literal[
-    "malformed_json", "unknown_tool", "unexpected_argument", "missing_argument", "wrong_type", "no_hits",
-    "no_such_message",
-]  # fmt: skip
 ARGUMENT = {"search_inbox": "keywords", "read_email": "message_id", "return_final_answer": "answer"}
 ACCEPTED = "done"
 
@@ -48,10 +44,14 @@ TOOLS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """The text for the model, the failure class (None: success), and the final answer if the call gave one."""
+    """The text for the model, the failure class (None: success), and the final answer if the call gave one.
+
+    Failure classes: malformed_json, unknown_tool, unexpected_argument, missing_argument, wrong_type, no_hits,
+    no_such_message.
+    """
 
     content: str
-    failure: FailureClass | None = None
+    failure: str | None = None
     answer: str | None = None
 
 
@@ -88,5 +88,5 @@ def _search(box: Mailbox, keywords: object) -> ToolOutput:
     return ToolOutput(json.dumps(hits, ensure_ascii=False), None if hits else "no_hits")
 
 
-def _failed(failure: FailureClass, text: str) -> ToolOutput:
+def _failed(failure: str, text: str) -> ToolOutput:
     return ToolOutput(json.dumps({"error": text}), failure)
