@@ -43,7 +43,7 @@ environment() { # NAME OPTIONS...: what uv installs
 }
 
 bfcl() { # with the command that users run; pip's own settings apply
-    stamp=$home/bfcl/.ratchet-$(key tuner/environments/bfcl/requirements.txt)
+    stamp=$home/bfcl/.ratchet-$(key plugins/bfcl/ratchet_bfcl/requirements.txt)
     if [ -f "$stamp" ]; then return 0; fi
     echo "Setting up $home/bfcl for the test of \`ratchet eval bfcl\` ..."
     "$python" -m ratchet eval bfcl --setup --environment "$home/bfcl" || failed bfcl

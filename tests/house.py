@@ -46,7 +46,7 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
     from ratchet.proxy.settings import ProxySettings
     from ratchet.settings.load_settings import known_keys
     from ratchet.settings.project_settings import Settings, VllmSettings
-    from ratchet.settings.setting_errors import leaves
+    from ratchet.settings.setting_errors import ANY_NAME, leaves
     from ratchet.trainer.settings.adapter_settings import AdapterSettings
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
     from ratchet.tuner.settings.tuner_settings import TunerSettings
@@ -56,7 +56,7 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
         "tuner": TunerSettings,
     }  # fmt: skip
     for path in leaves(known_keys()):
-        if path[0] == "agents":  # the same keys as in `trainer` and `learner`, and `share`
+        if ANY_NAME in path:  # an agent's keys, which are those of `trainer` and `learner`, or a plug-in's
             continue
         if path[0] == "learner":
             yield ".".join(path), _format_default(_learner_default(path[-1])), ""
@@ -91,9 +91,16 @@ def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[t
     for name in sorted(group.list_commands(context)):
         command = group.get_command(context, name)
         assert command is not None
+        if not is_own(command):
+            continue
         yield (*path, name), command
         if isinstance(command, click.Group):
             yield from commands(command, (*path, name))
+
+
+def is_own(command: click.Command) -> bool:
+    """Return whether a command is Ratchet's own: the README of a plug-in describes its command."""
+    return (command.callback.__module__ if command.callback else "").startswith("ratchet.")
 
 
 def commands_page() -> str:

@@ -48,7 +48,6 @@
     │   │   └── TaskSetTooSmall   too few different tasks; the message has the required number
     │   ├── WorkflowError         the workflow cannot be loaded or called
     │   │   └── WorkflowFailed    one run failed: exit code, time-out, invalid output
-    │   ├── LessonsRefused        no rollout failed, or lessons cannot be evaluated now
     │   ├── TooManyFailures       more rollouts failed than max_failures allows
     │   └── PromptError
     │       ├── OptimizerMissing       the extra of an optimizer is not installed
@@ -287,10 +286,6 @@ class WorkflowError(TuningError):
 
 class WorkflowFailed(WorkflowError):
     """One run of the workflow failed."""
-
-
-class LessonsRefused(TuningError):
-    """No rollout failed, or lessons cannot be evaluated now."""
 
 
 class EvaluationStopped(TrainerError):

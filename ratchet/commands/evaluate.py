@@ -8,45 +8,13 @@ from typing import Any
 import click
 
 from ratchet import options
+from ratchet.commands.plugin_group import PluginGroup
 from ratchet.commands.rollout_options import add_rollout_options, settings_of
-from ratchet.errors import CliError
 
 _EXIT_CODES = {"better": 0, "tied": 3, "inconclusive": 3, "worse": 4}
 
 
-class EvaluationGroup(click.Group):
-    """A group whose commands are the plug-ins of `ratchet.evaluations`, imported when one is used or listed."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the installed evaluations."""
-        from ratchet.trainer.user_code.plugins import EVALUATIONS, plugin_names
-
-        return plugin_names(EVALUATIONS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return an evaluation's command; for one that cannot be imported, a command that fails with the reason."""
-        from ratchet.trainer.errors import PluginError
-        from ratchet.trainer.user_code.plugins import EVALUATIONS, load_plugin
-
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        try:
-            command: click.Command = load_plugin(EVALUATIONS, cmd_name)
-        except PluginError as error:
-            return _unavailable(cmd_name, str(error))
-        return command
-
-
-def _unavailable(name: str, reason: str) -> click.Command:
-    @click.command(name, help=f"Not available: {reason}", context_settings={"ignore_unknown_options": True})
-    @click.argument("arguments", nargs=-1)
-    def fail(arguments: tuple[str, ...]) -> None:
-        raise CliError(reason)
-
-    return fail
-
-
-@click.group("eval", cls=EvaluationGroup, invoke_without_command=True)
+@click.group("eval", cls=PluginGroup, plugins="ratchet.evaluations", invoke_without_command=True)
 @click.option("--model", metavar="NAME", help="Model to measure: a version such as policy@4, or a `model_list` name.")
 @click.option("--against", metavar="NAME", help="Model to compare with.  [default: the live version]")
 @click.option("--split", default="test", show_default=True, help="Split of the task set.")

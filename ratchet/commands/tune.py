@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
-from ratchet.commands import tune_lessons, tune_prompt, tune_report, tune_select, tune_weights
+from ratchet.commands import tune_prompt, tune_report, tune_select, tune_weights
+from ratchet.commands.plugin_group import PluginGroup
 
 
-@click.group()
+@click.group(cls=PluginGroup, plugins="ratchet.tune_commands")
 def tune() -> None:
     """Tune the model, the prompt or the weights of an agent on a task set, and compare the gains.
 
@@ -22,7 +23,6 @@ for command in (
     tune_prompt.prompt,
     tune_prompt.promote_,
     tune_weights.weights,
-    tune_lessons.lessons,
     tune_report.report,
     tune_report.runs,
 ):

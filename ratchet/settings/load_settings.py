@@ -60,7 +60,7 @@ def known_keys() -> dict[str, Any]:
     keys["agents"] = {ANY_NAME: agent_keys(DERIVED_TRAINER)}
     keys["trainer"] = trainer_keys(DERIVED_TRAINER)
     keys["learner"] = learner_keys()
-    keys["tuner"] = key_tree(TunerSettings)
+    keys["tuner"] = key_tree(TunerSettings) | {"lessons": {ANY_NAME: Any}}  # the plug-in knows its keys
     return keys
 
 

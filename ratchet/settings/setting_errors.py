@@ -115,12 +115,14 @@ def nearest_key(path: Path, known: Mapping[str, Any]) -> str:
 
 
 def _candidates(path: Path, known: Mapping[str, Any], *, inner: bool = False) -> Iterator[Path]:
-    """Yield every key, with the name in `path` for `ANY_NAME`; keys of an agent only if `path` is one."""
+    """Yield every key, with the name in `path` for `ANY_NAME`; keys below a name only if `path` has one there."""
     for key in leaves(known, inner=inner):
         if ANY_NAME not in key:
             yield key
-        elif path[:1] == key[:1] and len(path) > 1:
-            yield tuple(path[1] if part == ANY_NAME else part for part in key)
+            continue
+        place = key.index(ANY_NAME)
+        if path[:place] == key[:place] and len(path) > place:
+            yield (*key[:place], path[place], *key[place + 1 :])
 
 
 def nearest_variable(name: str, prefix: str, known: Mapping[str, Any]) -> str:

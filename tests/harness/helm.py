@@ -62,17 +62,16 @@ def manifests(text: str) -> list[Manifest]:
     return [one for one in yaml.safe_load_all(text) if one]
 
 
-def settings_schema(tree: Mapping[str, Any] | None = None, path: tuple[str, ...] = ()) -> dict[str, Any]:
+def settings_schema(tree: Any = None, path: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the schema of ratchet.yaml in the values: the names of settings; Ratchet itself checks what they hold."""
     keys = known_keys() if tree is None else tree
+    if not isinstance(keys, Mapping):
+        return {}
     schema: dict[str, Any] = {"type": "object"}
     if ANY_NAME in keys:
         return schema | {"additionalProperties": settings_schema(keys[ANY_NAME], (*path, ANY_NAME))}
-    properties: dict[str, Any] = {}
-    for key in sorted(keys):
-        if (*path, key) not in _OF_THE_CHART:
-            kind = keys[key]
-            properties[key] = settings_schema(kind, (*path, key)) if isinstance(kind, Mapping) else {}
+    places = [(*path, key) for key in sorted(keys) if (*path, key) not in _OF_THE_CHART]
+    properties = {place[-1]: settings_schema(keys[place[-1]], place) for place in places}
     return schema | {"additionalProperties": False, "properties": properties}
 
 

@@ -57,7 +57,6 @@ def test_status_shows_all_agents_in_one_table_and_one_of_them_in_full(agents: Pr
         ),
         (("status", "--model", "Mail"), "there is no agent 'Mail'; did you mean mail?"),
         (("status", "--model", "suport-bot"), "did you mean Support-Bot?"),
-        (("eval", "bfcl"), "choose one with --model NAME"),
         (("feedback", "export", "--format", "unpaired", "--out", "x"), "choose one with --model NAME"),
         (("judge", "try", "traj_1"), "choose one with --model NAME"),
         (("policies", "list", "--model", "MAIL"), "MAIL: no such agent in this store; did you mean mail?"),

@@ -14,21 +14,16 @@ from ratchet.store.records import Policy
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.controller.rounds.staleness import oldest_fresh
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.publisher import Publisher
-from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks.held_out import is_held_out
-from ratchet.tuner.prompts.lessons.reflexion import learn, start_ramp
-from ratchet.tuner.settings.tuner_settings import LessonSettings
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.records import judged_group
 from tests.harness.trainer.prompted_vllm import PromptSensitiveVllm
 from tests.harness.trainer.scripted_engine import ScriptedEngine
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.harness.trainer.scripted_learner import ScriptedLearner
 from tests.harness.trainer.stepped_controller import SteppedController
 from tests.store.conftest import migrated_postgres as migrated_postgres
@@ -144,35 +139,6 @@ def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
     system_prompts = [call["messages"][0]["content"] for call in vllm[0].calls]
     assert sorted(set(system_prompts)) == ["Be nice.", "Be nice.\n\nBe worse."]
     assert vllm[0].loads == []
-
-
-@pytest.mark.slow
-def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
-    proxy: Proxy, store: Store, make: Callable[..., SteppedController]
-) -> None:
-    controller = make(**GUARDED)
-    work(proxy, ["task/1", "task/2", "task/3"] * 2)
-
-    def all_scored() -> bool:
-        controller.step(time.time())
-        return _scores(store) >= 6
-
-    eventually(all_scored)
-    with ScriptedJudgeModel().running() as scripted:
-        scripted.answers = [says({"diagnosis": "d", "lessons": ["Try to be better."]})]
-        model = LanguageModel(ModelSpec(base_url=scripted.url, model="m"), None)
-        learned = learn(store, "agent", model, LessonSettings(failure_threshold=0.6))
-        model.close()
-    trial = start_ramp(store, "agent", learned, 0.5, "tun_1")
-    promoted = until(controller, proxy, store, trial.version, PolicyState.RAMP)
-    assert promoted.state is PolicyState.LIVE
-    assert promoted.evidence["harm"][str(promoted.version)] <= 1
-    assert promoted.evidence["lessons"]["families"] == {"task:task": {"failed_tasks": 3, "mean": 0.5}}
-
-
-def _scores(store: Store) -> int:
-    judge = store.groups.newest_judge_version("agent")
-    return len(store.groups.past_scores("agent", judge)) if judge else 0
 
 
 # --- the publisher over a scripted control plane ------------------------------------------------------------------

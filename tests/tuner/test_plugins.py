@@ -231,7 +231,7 @@ def test_a_name_that_two_distributions_register_is_refused(tmp_path: Path, monke
         load_plugin(JUDGES, "same")
 
 
-def test_an_evaluation_that_cannot_be_imported_leaves_the_others_usable(tmp_path: Path) -> None:
+def test_a_command_that_cannot_be_imported_leaves_the_others_usable(tmp_path: Path) -> None:
     register(tmp_path, "broken", "[ratchet.evaluations]\nodd = no_such_module:odd\n")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
 
@@ -241,7 +241,19 @@ def test_an_evaluation_that_cannot_be_imported_leaves_the_others_usable(tmp_path
 
     shown, failed = ratchet("eval", "--help"), ratchet("eval", "odd", "--limit", "3")
     assert shown.returncode == 0
-    assert "bfcl" in shown.stdout
     assert failed.returncode == 1
     assert "ratchet.evaluations" in failed.stderr
     assert "broken 2.1" in failed.stderr
+
+
+@pytest.mark.parametrize(("words", "folder"), [(("eval", "bfcl"), "bfcl"), (("tune", "lessons"), "lessons")])
+def test_a_command_of_a_plugin_that_is_not_installed_names_its_distribution(
+    tmp_path: Path, words: tuple[str, ...], folder: str
+) -> None:
+    command = [sys.executable, "-S", "-m", "ratchet", *words, "--help"]
+    environ = environment_without_plugins(tmp_path)
+    shown = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    failed = subprocess.run(command[:-1], env=environ, capture_output=True, text=True, check=False)
+    for text in (" ".join(shown.stdout.split()), failed.stderr):
+        assert f"install ratchet-rl-{folder}, from a clone of Ratchet: pip install ./plugins/{folder}" in text
+    assert failed.returncode == 1

@@ -1,8 +1,7 @@
 """Plug-ins: features that an installed distribution registers as Python entry points.
 
-Groups: `ratchet.judges`, `ratchet.objectives`, `ratchet.advantage_estimators`, `ratchet.prompt_optimizers`,
-`ratchet.evaluations`, `ratchet.monitors`, `ratchet.model_cards`, `ratchet.task_sources`. Ratchet's own plug-ins
-(plugins/) are distributions that are registered and loaded the same way. What each group expects: docs/plugins.md.
+The groups are the constants below; what each expects: docs/plugins.md. Ratchet's own plug-ins (plugins/) are
+distributions that are registered and loaded the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from ratchet.trainer.errors import PluginError
 
 JUDGES: Final = "ratchet.judges"
 PROMPT_OPTIMIZERS: Final = "ratchet.prompt_optimizers"
-EVALUATIONS: Final = "ratchet.evaluations"
+EVALUATIONS: Final = "ratchet.evaluations"  # commands below `ratchet eval`
+TUNE_COMMANDS: Final = "ratchet.tune_commands"
 MONITORS: Final = "ratchet.monitors"
 MODEL_CARDS: Final = "ratchet.model_cards"
 TASK_SOURCES: Final = "ratchet.task_sources"
@@ -26,7 +26,9 @@ OWN_PLUGINS: Final[dict[str, dict[str, str]]] = {
     MODEL_CARDS: {"readme": "model-card"},
     MONITORS: {"tensorboard": "tensorboard", "wandb": "wandb"},
     OBJECTIVE_PLUGINS: {"dpo": "preference", "apo_zero_unpaired": "preference"},
+    EVALUATIONS: {"bfcl": "bfcl"},
     PROMPT_OPTIMIZERS: {"mipro": "mipro"},
+    TUNE_COMMANDS: {"lessons": "lessons"},
 }
 
 

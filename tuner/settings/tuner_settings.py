@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.trainer.settings.value_types import PlainUrl
 from ratchet.tuner.settings.prompt_settings import PromptSettings
-
-
-class LessonSettings(BaseModel):
-    """Which failures are read, how many lessons are written, and on how much traffic they are tried."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
-
-    failure_threshold: float = Field(0.5, description="a task failed if its mean score is below this")
-    min_failures: int = Field(3, ge=1, description="failed tasks that a task family needs to get lessons")
-    max_scores: int = Field(2000, ge=1, description="number of newest scores that are read")
-    max_examples: int = Field(6, ge=1, le=50, description="failed rollouts of a family that the model reads")
-    max_lessons: int = Field(5, ge=1, le=20, description="maximum number of lessons of a family")
-    max_lesson_chars: int = Field(300, ge=20, le=2000, description="maximum length of a lesson, in characters")
-    share: float = Field(0.5, gt=0, lt=1, description="share of new trajectories that get the lessons on trial")
 
 
 class TunerSettings(BaseModel):
@@ -74,9 +62,7 @@ class TunerSettings(BaseModel):
         description="language model that reads rollouts and proposes prompts: one of model_list, or at base_url",
     )
     prompt: PromptSettings = Field(default_factory=PromptSettings, description="how a system prompt is searched for")
-    lessons: LessonSettings = Field(
-        default_factory=LessonSettings, description="how lessons are derived from failed rollouts and tried"
-    )
+    lessons: dict[str, Any] = Field(default_factory=dict, description="settings of the plug-in lessons")
     seed: int = Field(0, ge=0, description="random seed of splits, samples and orders")
 
     def exceeds_max_failures(self, failures: int, jobs: int) -> bool:

@@ -1,14 +1,17 @@
 """An evaluation on BFCL: the same entries for several versions through the proxy, compared pair by pair.
 
 Guarantees: every version gets the same entries; an entry whose inference failed is a failure, never skipped; calls name
-their version, so they are measurements and never trained. Needs no network besides the proxy.
+their version, so they are measurements and never trained. Only setting up the package's environment needs a package
+index; measuring needs no network besides the proxy.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +19,14 @@ from typing import Any
 
 import msgspec
 
+from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, Marks, Missing, Ranking, rank
-from ratchet.tuner.environments.bfcl.virtual_env import PACKAGE, VERSION, EvaluationUnready
 from ratchet.tuner.reports.tuning_result import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 
+PACKAGE = "bfcl-eval"
+VERSION = "2026.3.23"
+_REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 PROGRAM = Path(__file__).with_name("program.py")
 # Categories that need neither network access nor a second model.
 CATEGORIES = (
@@ -29,6 +35,50 @@ CATEGORIES = (
     "multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context",
 )  # fmt: skip
 _LOG_TAIL = 1500  # characters of the program's log in an error
+
+
+class EvaluationUnready(TrainerError):
+    """The evaluation cannot be run; the message names the remedy."""
+
+
+def find(folder: Path) -> Path:
+    """Return the environment's Python. Raises EvaluationUnready if it is incomplete."""
+    python = folder / "bin" / "python"
+    if not _stamp(folder).is_file() or not python.exists():
+        raise EvaluationUnready(
+            f"{PACKAGE} {VERSION} is not set up in {folder}: run `ratchet eval bfcl --setup` once (about 400 MB), or "
+            "name its folder with --environment"
+        )
+    return python
+
+
+def set_up(folder: Path) -> Path:
+    """Create the environment with pip and its settings; return its Python. Raises EvaluationUnready.
+
+    An existing environment is replaced; any other non-empty folder is refused.
+    """
+    if folder.exists() and not (folder / "pyvenv.cfg").is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise EvaluationUnready(
+            f"{folder} is not empty and not a virtual environment: name another folder with --environment"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _run([sys.executable, "-m", "venv", str(folder)], "creating the environment")
+    python = folder / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run([*install, "--requirement", str(_REQUIREMENTS)], "installing dependencies")
+    _run([*install, "--no-deps", f"{PACKAGE}=={VERSION}"], f"installing {PACKAGE}")
+    _stamp(folder).touch()
+    return python
+
+
+def _stamp(folder: Path) -> Path:
+    return folder / f".{PACKAGE}-{VERSION}"
+
+
+def _run(command: list[str], what: str) -> None:
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+        raise EvaluationUnready(f"{what} failed: {' '.join(command)}; see its output above")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from ratchet import options
 from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons
+    from ratchet_lessons.lessons import LearnedLessons
 
 
 @click.command()
@@ -41,12 +41,15 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big --dry-run
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big
     """
+    from ratchet.settings.setting_errors import readable_errors
     from ratchet.trainer.controller.judges.language_model import LanguageModel, key_of_model
-    from ratchet.tuner.prompts.lessons.reflexion import check, learn, start_ramp
     from ratchet.tuning.run_lease import RunLease
+    from ratchet_lessons.lessons import LessonSettings, check, learn, start_ramp
 
     settings = options.read_agent_settings(context, _named(given))
     tuner, alias = settings.tuner_settings(), settings.model
+    with readable_errors(settings._sources, LessonSettings, "tuner", "lessons"):
+        chosen = LessonSettings(**tuner.lessons)
     if tuner.reflection is None:
         raise click.UsageError("no language model is named: give --reflection-url and --reflection-model, or set "
                                "tuner.reflection")  # fmt: skip
@@ -56,13 +59,13 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
         with options.open_store_for_command(settings.store_url) as store:
             check(store, alias)
             learned = learn(
-                store, alias, model, tuner.lessons, lambda family: click.echo(f"reading failures of {family}", err=True)
+                store, alias, model, chosen, lambda family: click.echo(f"reading failures of {family}", err=True)
             )
             if not dry_run:
-                config = {"lessons": tuner.lessons.model_dump(), "reflection": tuner.reflection.model}
+                config = {"lessons": chosen.model_dump(), "reflection": tuner.reflection.model}
                 run = store.tunings.begin("lessons", alias, config).id
                 with RunLease(store).acquire(run):
-                    version = start_ramp(store, alias, learned, tuner.lessons.share, run).version
+                    version = start_ramp(store, alias, learned, chosen.share, run).version
                     store.tunings.end(run, "done", learned.plain() | {"promoted": f"{alias}@{version}"})
     finally:
         model.close()
@@ -72,7 +75,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     _show(learned)
     if version is not None:
         click.echo(
-            f"ramp {alias}@{version} at {tuner.lessons.share:.0%}: the running trainer decides; "
+            f"ramp {alias}@{version} at {chosen.share:.0%}: the running trainer decides; "
             f"follow it with `ratchet policies show {alias}`"
         )
 

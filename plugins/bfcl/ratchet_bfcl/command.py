@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.store.store import Store
     from ratchet.trainer.statistics.paired_comparison import Ranking
-    from ratchet.tuner.environments.bfcl.evaluation import BfclRequest
     from ratchet.tuner.reports.tuning_result import TuningResult
+    from ratchet_bfcl.evaluation import BfclRequest
 
 
 @click.command()
@@ -61,7 +61,7 @@ def bfcl(
     Example:
       ratchet eval bfcl mail@0 mail@7 --category simple_python --limit 100
     """
-    from ratchet.tuner.environments.bfcl.virtual_env import VERSION, find, set_up
+    from ratchet_bfcl.evaluation import VERSION, find, set_up
 
     settings = options.read_agent_settings(context, {"project": project, "store": store, "model": model})
     folder = environment or settings.state_dir.absolute() / "environments" / f"bfcl-{VERSION}"
@@ -86,7 +86,7 @@ def bfcl(
 
 
 def _request(given: dict[str, Any]) -> BfclRequest:
-    from ratchet.tuner.environments.bfcl.evaluation import CATEGORIES, BfclRequest
+    from ratchet_bfcl.evaluation import CATEGORIES, BfclRequest
 
     categories = given["categories"] or ("simple_python",)
     for name in categories:
@@ -113,11 +113,11 @@ def _evaluate(
     import msgspec
 
     from ratchet.output.terminal import progress_bars
-    from ratchet.tuner.environments.bfcl.evaluation import ranking, result, run_package
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuning.context import first_api_key, proxy_of
     from ratchet.tuning.run_lease import RunLease
+    from ratchet_bfcl.evaluation import ranking, result, run_package
 
     base_url = f"{(proxy or proxy_of(settings)).rstrip('/').removesuffix('/v1')}/v1"
     began = time.monotonic()

@@ -15,12 +15,21 @@ from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PolicyState, PromptMode
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.errors import LessonsRefused, ReflectionUnavailable
+from ratchet.trainer.errors import ReflectionUnavailable
 from ratchet.trainer.settings.judge_specs import ModelSpec
-from ratchet.tuner.prompts.lessons.failing_families import failing_families
-from ratchet.tuner.prompts.lessons.lesson_text import HEADER, fit, lessons_of, quotable, with_lessons
-from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons, learn, start_ramp
-from ratchet.tuner.settings.tuner_settings import LessonSettings
+from ratchet_lessons.lessons import (
+    HEADER,
+    LearnedLessons,
+    LessonSettings,
+    LessonsRefused,
+    failing_families,
+    fit,
+    learn,
+    lessons_of,
+    quotable,
+    start_ramp,
+    with_lessons,
+)
 from tests.harness.cli.project import Project
 from tests.harness.records import call_start, ended
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
@@ -225,14 +234,6 @@ def test_no_lessons_and_too_many_are_no_answer() -> None:
     assert Prompt(id="p", mode=mode, text=text, families=families).text_for(None) == ""
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    made = Project(tmp_path)
-    yield made
-    made.stop()
-
-
-@pytest.mark.slow
 def test_the_command_shows_lessons_and_tries_them(project: Project, scripted: ScriptedJudgeModel) -> None:
     url = f"sqlite:///{project.folder / 'made.db'}"
     store = open_store(url)
@@ -249,6 +250,18 @@ def test_the_command_shows_lessons_and_tries_them(project: Project, scripted: Sc
     assert shown.returncode == 0, shown.stdout
     assert "task:mail: 3 tasks failed, mean score 0.000\n  - Search before you answer.\n" in shown.stdout
     assert len(store.policies.all("agent")) == 1
+    scripted.answers = [GOOD]
+    (family,) = project.json(*command, *named, "--dry-run")["families"].values()
+    assert family["lessons"] == ["Search before you answer.", "Check the date."]
+    project.write(tuner={"lessons": {"min_failure": 2}})
+    misspelt = project.run(*command, *named)
+    assert misspelt.returncode == 1
+    assert (
+        "unknown key tuner.lessons.min_failure; the nearest known key is tuner.lessons.min_failures" in misspelt.stdout
+    )
+    project.write(tuner={"lessons": {"min_failures": 4, "share": 0.1}})
+    assert "4 tasks with a mean score below" in project.run(*command, *named, "--share", "0.2").stdout
+    project.write(tuner={})
     scripted.answers = [GOOD]
     done = project.run(*command, *named, "--share", "0.25")
     assert "ramp agent@1 at 25%" in done.stdout

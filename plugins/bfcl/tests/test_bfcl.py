@@ -14,14 +14,12 @@ import pytest
 from starlette.types import Receive, Send
 
 from ratchet.store.store import Store, open_store
-from ratchet.tuner.environments.bfcl.virtual_env import find
+from ratchet_bfcl.evaluation import EvaluationUnready, find, set_up
 from tests.harness.cli.project import Project
 from tests.harness.clients.program import HOME, SKIP
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm, tool_text
 from tests.harness.proxy.servers import served
-
-pytestmark = pytest.mark.clients
 
 ENVIRONMENT = HOME / "bfcl"
 BROKEN = "simple_python_0"
@@ -127,6 +125,7 @@ def _served(engine: type[ScriptedVllm], store: Store, folder: Path) -> Iterator[
         yield made, proxy
 
 
+@pytest.mark.clients
 def test_versions_are_measured_before_and_after_and_nothing_of_it_is_trained(
     proxy: Proxy, store: Store, tmp_path: Path
 ) -> None:
@@ -157,6 +156,7 @@ def test_versions_are_measured_before_and_after_and_nothing_of_it_is_trained(
     assert {f"bfcl/{BROKEN}", "bfcl/irrelevance_0"} & {run.task for run in runs}
 
 
+@pytest.mark.clients
 def test_conversations_over_several_turns_are_played_with_the_packages_own_tools(store: Store, tmp_path: Path) -> None:
     (tmp_path / "project").mkdir()
     project = Project(tmp_path / "project")
@@ -181,3 +181,16 @@ def test_what_is_missing_or_would_be_trained_is_refused_with_the_remedy(tmp_path
     assert missing.returncode == 1
     assert "run `ratchet eval bfcl --setup`" in missing.stdout
     assert "name a version, policy@0" in project.run("eval", "bfcl", "policy").stdout
+    project.write(agents={"mail": {}, "chat": {}})
+    assert "choose one with --model NAME" in project.run("eval", "bfcl").stdout
+
+
+def test_a_folder_that_is_no_environment_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of it")
+    with pytest.raises(EvaluationUnready, match=r"work is not empty and not a virtual environment: .*--environment"):
+        set_up(folder)
+    assert (folder / "thesis.txt").read_text() == "years of it"

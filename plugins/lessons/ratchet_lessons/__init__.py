@@ -1,0 +1,1 @@
+"""Lessons from failed rollouts: the command `ratchet tune lessons` and what it does."""
