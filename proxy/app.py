@@ -58,7 +58,7 @@ from ratchet.proxy.worker.forwarding.exact_forwarder import ExactForwarder
 from ratchet.proxy.worker.forwarding.forwarders import Forwarder, ModelRouter, VllmForwarder
 from ratchet.proxy.worker.forwarding.other_models import OtherModels
 from ratchet.proxy.worker.http.routing import Lifespan, LifespanService, Router
-from ratchet.store.access.replica_list import ReplicaList
+from ratchet.store.access.replicas import ReplicaList
 from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")
@@ -333,7 +333,6 @@ def build_routes(
         settings.keep_alive_seconds,
         settings.tool_strict_level,
         lambda model: None if model in policies.other_models else serving.pool.max_context_length(),
-        policies.only_agent,
         {
             name: KeyMeter(
                 limit.requests_per_minute,

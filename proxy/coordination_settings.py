@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from ratchet.proxy.errors import StartError
-from ratchet.store.access.replica_list import check_entry
+from ratchet.store.access.replicas import check_entry
 
 TOKEN_VARIABLE = "RATCHET_COORDINATOR_TOKEN"
 _MIN_TOKEN_LENGTH = 16

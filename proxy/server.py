@@ -37,7 +37,7 @@ from ratchet.proxy.worker.http.connections import ClientConnection, ClientConnec
 from ratchet.proxy.worker.http.repeated_posts import RepeatedPosts
 from ratchet.proxy.worker.http.routing import Lifespan
 from ratchet.proxy.worker.http.tls_certificate import TlsCertificate
-from ratchet.store.access.replica_list import ReplicaList
+from ratchet.store.access.replicas import ReplicaList
 from ratchet.store.store import open_store
 
 log = logging.getLogger("ratchet.proxy")

@@ -18,8 +18,7 @@ from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_k
 from ratchet.proxy.coordination_settings import TOKEN_VARIABLE, CoordinationSettings
 from ratchet.proxy.model_list import FallbackRules, ModelEntry, keys_in
 from ratchet.proxy.wire.body_bounds import BodyBounds
-from ratchet.store.access.replica_list import check_entry
-from ratchet.store.access.url_credentials import http_url
+from ratchet.store.access.replicas import check_entry, http_url
 
 UPSTREAM_KEY_VARIABLE = "RATCHET_UPSTREAM_API_KEY"
 ALARM_WEBHOOK_VARIABLE = "RATCHET_ALARM_WEBHOOK_URL"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from ratchet.store.access.audit import AuditVerbs
-from ratchet.store.access.keys import Keys
+from ratchet.store.access.keys import AuditVerbs, Keys
 from ratchet.store.calls.calls import Calls
 from ratchet.store.calls.feedback import FeedbackVerbs
 from ratchet.store.calls.resamples import Resamples
@@ -13,29 +12,19 @@ from ratchet.store.calls.resume_state import ResumeState
 from ratchet.store.calls.tool_call_outcomes import ToolCallVerbs
 from ratchet.store.calls.trajectories import Trajectories
 from ratchet.store.calls.usage import UsageVerbs
-from ratchet.store.coordination.activity import Activity
-from ratchet.store.coordination.alarms import Alarms
-from ratchet.store.coordination.job_progress import JobProgressVerbs
-from ratchet.store.coordination.leases import Leases
-from ratchet.store.coordination.proxies import ProxyInstances
+from ratchet.store.coordination import Activity, Alarms, JobProgressVerbs, Leases, ProxyInstances
 from ratchet.store.db.engine import connect, ensure_schema, missing_file
-from ratchet.store.deletion.deletion import Deletions
+from ratchet.store.deletion import Deletions
 from ratchet.store.errors import StoreError, StoreNotFound
 from ratchet.store.policies.base_models import BaseModels
 from ratchet.store.policies.decisions import Decisions
 from ratchet.store.policies.policies import Policies
 from ratchet.store.policies.prompts import Prompts
 from ratchet.store.policies.releases import Releases
-from ratchet.store.training.answer_training import AnswerTrainings
 from ratchet.store.training.groups import Groups
-from ratchet.store.training.lineage import Lineage
-from ratchet.store.training.observations import Observations
-from ratchet.store.training.rounds import Rounds
-from ratchet.store.training.version_behavior import VersionBehaviors
-from ratchet.store.training.waiting_times import WaitingTimes
-from ratchet.store.tuning.rollouts import Rollouts
-from ratchet.store.tuning.tasks import TaskRows
-from ratchet.store.tuning.tunings import Tunings
+from ratchet.store.training.observations import Observations, VersionBehaviors, WaitingTimes
+from ratchet.store.training.rounds import AnswerTrainings, Lineage, Rounds
+from ratchet.store.tuning import Rollouts, TaskRows, Tunings
 
 
 class Store:

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ratchet.store.access.ownership import owner
+from ratchet.store.ids import owner
 
 Name = TypeVar("Name", bound=Hashable)
 

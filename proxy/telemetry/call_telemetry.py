@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from ratchet.proxy.telemetry.logs import FIELDS
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.store.access.ownership import owner
+from ratchet.store.ids import owner
 from ratchet.store.records import CallEnded
 
 log = logging.getLogger("ratchet.calls")

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError, UpstreamUnreachable
 from ratchet.proxy.upstreams.http_connection import ConnectionDropped, HttpResponse, ResponseLimits, UpstreamConnection
-from ratchet.store.access.url_credentials import credentials, without_credentials
+from ratchet.store.access.replicas import credentials, without_credentials
 
 _BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
 _MAX_IDLE_SECONDS = 4.0  # vLLM closes idle connections after 5 seconds: ours must be shorter

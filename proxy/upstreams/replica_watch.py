@@ -15,8 +15,7 @@ from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.store.access.replica_list import ReplicaList
-from ratchet.store.access.url_credentials import without_credentials
+from ratchet.store.access.replicas import ReplicaList, without_credentials
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -15,7 +15,7 @@ import msgspec
 from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import HttpResponse, ResponseLimits
-from ratchet.store.access.url_credentials import without_credentials
+from ratchet.store.access.replicas import without_credentials
 
 _JSON = {"content-type": "application/json"}
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ratchet.checks.check_result import PATIENCE, CheckResult, no_project, see_log
 from ratchet.settings.project_settings import Settings
 from ratchet.store.install_hint import install_hint
-from ratchet.store.reports.unproven_versions import REMEDY
+from ratchet.store.reports.version_reports import REMEDY
 from ratchet.supervisor import vllm_command
 from ratchet.trainer.errors import LearnerServiceError, TrainerError
 from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE

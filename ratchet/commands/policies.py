@@ -98,8 +98,7 @@ def show(
       ratchet policies show mail 7
     """
     from ratchet.status.project_status import format_ramp
-    from ratchet.store.reports.release_status import describe_release, read_release
-    from ratchet.store.reports.undecided_versions import read_ramp_scores
+    from ratchet.store.reports.version_reports import describe_release, read_ramp_scores, read_release
 
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:

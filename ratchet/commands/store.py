@@ -13,8 +13,7 @@ from ratchet.settings.current_user import current_user
 
 if TYPE_CHECKING:
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
-    from ratchet.store.deletion.affected_versions import AffectedVersion
-    from ratchet.store.deletion.deletion import Deletion
+    from ratchet.store.deletion import AffectedVersion, Deletion
     from ratchet.store.store import Store
 
 _SHOWN = 20
@@ -198,7 +197,7 @@ def _is_key(store: Store, key_id: str) -> bool:
 
 def _reject(store: Store, *, as_json: bool) -> None:
     """Reject every version that was trained on deleted trajectories."""
-    from ratchet.store.deletion.affected_versions import reject_affected
+    from ratchet.store.deletion import reject_affected
 
     for alias, rejected in reject_affected(
         store.policies, store.deletions.versions_with_deleted_data(), by=current_user()

@@ -14,11 +14,14 @@ from ratchet.settings.project_settings import Settings
 from ratchet.settings.state_folder import SERVICES, StateFolder
 from ratchet.status.agents_table import agents_table
 from ratchet.store.reasons import UNTRAINED, drop_meaning
-from ratchet.store.reports.policy_movement import recent_movements
-from ratchet.store.reports.rejected_rows import rejected_rows
-from ratchet.store.reports.release_status import describe_release, read_release
-from ratchet.store.reports.undecided_versions import read_awaiting_approval, read_ramp_scores
-from ratchet.store.reports.unproven_versions import read_unproven
+from ratchet.store.reports.learning_report import recent_movements, rejected_rows
+from ratchet.store.reports.version_reports import (
+    describe_release,
+    read_awaiting_approval,
+    read_ramp_scores,
+    read_release,
+    read_unproven,
+)
 from ratchet.store.states import PolicyState, RoundState, TuningState
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.project_lock import orphaned_pid

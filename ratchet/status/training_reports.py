@@ -16,8 +16,7 @@ from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
-    from ratchet.store.reports.learning_comparison import Gain, Side
-    from ratchet.store.reports.learning_report import LearningReport
+    from ratchet.store.reports.learning_report import Gain, LearningReport, Side
     from ratchet.store.store import Store
 
 _TOOL_VERSIONS = 5  # newest ones with tool calls
@@ -33,7 +32,7 @@ def _existing_store(settings: Settings) -> Iterator[Store]:
 
 def read_report(settings: Settings) -> LearningReport:
     """Return the learning report of the project's alias. Raises CliError if there is no store yet."""
-    from ratchet.store.reports.relative_judges import read_learning_report
+    from ratchet.store.reports.learning_report import read_learning_report
 
     with _existing_store(settings) as store:
         return read_learning_report(store, settings.model)

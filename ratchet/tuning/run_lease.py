@@ -48,7 +48,7 @@ class RunLease:
 
         `resumable`: say how to resume it if it ends early.
         """
-        from ratchet.store.tuning.tunings import RUN_LEASE
+        from ratchet.store.tuning import RUN_LEASE
         from ratchet.trainer.lease import Lease
 
         found = self._store.tunings.get(run)

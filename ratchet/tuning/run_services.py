@@ -72,7 +72,7 @@ def _nothing_runs(settings: Settings) -> str:
 
 def _proxy_runs(settings: Settings) -> bool:
     """Return whether a proxy that was started by itself answers; one of another project has another store."""
-    from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+    from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
     from ratchet.store.errors import StoreError
 
     try:

@@ -154,7 +154,7 @@ def _decided(wait: _Wait, policy: Policy, *, immediate: bool) -> Policy:
 
 def _wait_until_served(wait: _Wait, policy: Policy) -> None:
     """Wait, for a limited time, until every proxy starts trajectories on the version."""
-    from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+    from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 
     until = time.monotonic() + _SERVED_WITHIN
 

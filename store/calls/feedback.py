@@ -16,12 +16,12 @@ from dataclasses import replace
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import RecordNotFound
+from ratchet.store.ids import may_share_trajectory
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import CallEnded, CallRecord, Feedback
 from ratchet.store.records.base import row_to

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.calls import prompt_blocks as blocks
 from ratchet.store.calls.unlinked_parts import mark_rest
 from ratchet.store.db import schema
@@ -29,6 +28,7 @@ from ratchet.store.db.bulk import (
     select_in,
     truncate_columns,
 )
+from ratchet.store.ids import may_share_trajectory
 from ratchet.store.records import CallEnded, CallRecord, CallStarted, MessageNode
 from ratchet.store.states import IDLE, CallState, TrajectoryState
 

@@ -36,9 +36,7 @@ from ratchet.store.states import (
     TrajectoryState,
     states_before,
 )
-from ratchet.store.tuning.rollouts import workflow_result_of
-from ratchet.store.tuning.tasks import row_of
-from ratchet.store.tuning.tunings import is_rollout_in_progress
+from ratchet.store.tuning import is_rollout_in_progress, row_of, workflow_result_of
 
 _MAX_PAGE = 1000
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.db import schema
+from ratchet.store.ids import may_share_trajectory
 from ratchet.store.records import UNLINKED, CallStarted
 
 _MAX_PARTS = 16  # the latest that are read

@@ -17,10 +17,10 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from ratchet.store.access.ownership import owner
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many
 from ratchet.store.db.engine import read
+from ratchet.store.ids import owner
 from ratchet.store.records import CallEnded, KeyTokens, Usage
 from ratchet.store.records.base import row_to
 from ratchet.store.states import CallState

@@ -1,7 +1,4 @@
-"""Groups and verdicts: groups are formed of sealed trajectories, judged, then trained or dropped with a reason.
-
-Guarantees: a trajectory joins one group, in one transaction; verdicts are only added.
-"""
+"""Groups of trajectories and their verdicts, from forming to training or a drop with a reason."""
 
 from __future__ import annotations
 
@@ -9,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.calls.trajectories import drop as drop_trajectories
 from ratchet.store.db import schema
+from ratchet.store.db.bulk import MAX_IN_VALUES, truncate_row
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
@@ -29,11 +28,204 @@ from ratchet.store.records import (
     family_of,
 )
 from ratchet.store.records.base import row_to
-from ratchet.store.states import GROUP_TRANSITIONS, GroupState, TrajectoryState, check_transition
+from ratchet.store.states import FINISH, GROUP_TRANSITIONS, GroupState, PolicyState, TrajectoryState, check_transition
 from ratchet.store.statistics import Sums
-from ratchet.store.training.group_drops import GroupDrops
-from ratchet.store.training.scored_groups import ScoredGroups, add_verdicts
-from ratchet.store.training.teacher_scores import read_teacher_scores, replace_teacher_scores
+from ratchet.store.training.rounds import read_teacher_scores, replace_teacher_scores
+
+# Drops many groups at once, with their members and a reason.
+#
+# Guarantees: a drop is one transaction; groups that another process changed meanwhile are left alone.
+
+_UNTRAINED_GROUPS = (GroupState.READY, GroupState.JUDGED)  # wait for a judge or a round
+_UNTRAINED_TRAJECTORIES = (TrajectoryState.SEALED, TrajectoryState.GROUPED)  # wait for a group or a round
+
+
+class GroupDrops:
+    """Operations that drop several groups."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def drop_counts(self, alias: str | None = None) -> dict[str, int]:
+        """Return the number of dropped groups, of one alias or of all, by reason."""
+        groups = schema.groups
+        chosen = [groups.c.alias == alias] if alias else []
+        query = sa.select(groups.c.drop_reason, sa.func.count()).where(groups.c.drop_reason.is_not(None), *chosen)
+        with read(self._engine) as connection:
+            return {str(reason): int(n) for reason, n in connection.execute(query.group_by(groups.c.drop_reason))}
+
+    def drop_rejected(self, alias: str, reason: str) -> int:
+        """Drop untrained trajectories of rejected versions; return their number.
+
+        Groups continue without these members; empty groups are dropped too.
+        """
+        groups, trajectories, policies = schema.groups, schema.trajectories, schema.policies
+        rejected = sa.select(policies.c.version).where(
+            policies.c.alias == alias, policies.c.state == PolicyState.REJECTED
+        )
+        waiting = trajectories.c.state.in_(_UNTRAINED_TRAJECTORIES)
+        theirs = sa.and_(trajectories.c.alias == alias, waiting, trajectories.c.version.in_(rejected))
+        left = sa.exists().where(
+            trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
+        )
+        open_ones = sa.and_(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_GROUPS))
+        with write(self._engine) as connection:
+            dropped = connection.execute(
+                sa.update(trajectories).where(theirs).values(state=TrajectoryState.DROPPED, drop_reason=reason)
+            ).rowcount
+            if dropped:
+                emptied = sa.update(groups).where(open_ones, ~left)
+                connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
+        return dropped
+
+    def drop_members(self, trajectory_ids: Sequence[str], reason: str) -> int:
+        """Drop those of these trajectories that were not trained yet; return their number.
+
+        Groups that lose their last member are dropped too.
+        """
+        groups, trajectories = schema.groups, schema.trajectories
+        dropped = 0
+        for start in range(0, len(trajectory_ids), MAX_IN_VALUES):
+            names = trajectory_ids[start : start + MAX_IN_VALUES]
+            mine = sa.and_(trajectories.c.id.in_(names), trajectories.c.state.in_(_UNTRAINED_TRAJECTORIES))
+            theirs = sa.select(trajectories.c.group_id).where(trajectories.c.id.in_(names))
+            left = sa.exists().where(
+                trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
+            )
+            emptied = sa.and_(groups.c.id.in_(theirs), groups.c.state.in_(_UNTRAINED_GROUPS), ~left)
+            with write(self._engine) as connection:
+                dropped += connection.execute(
+                    sa.update(trajectories).where(mine).values(state=TrajectoryState.DROPPED, drop_reason=reason)
+                ).rowcount
+                connection.execute(
+                    sa.update(groups).where(emptied).values(state=GroupState.DROPPED, drop_reason=reason)
+                )
+        return dropped
+
+    def drop_stale(self, alias: str, version: int, reason: str, serving: Sequence[int] = ()) -> int:
+        """Drop untrained groups of an alias with a member sampled before `version`; return their number.
+
+        Members that were dropped before do not count. Those of a version that is `serving` do not either: once their
+        group is judged, they alone are dropped.
+        """
+        groups, trajectories = schema.groups, schema.trajectories
+        is_old = sa.and_(trajectories.c.version < version, trajectories.c.state == TrajectoryState.GROUPED)
+        old = (
+            sa.select(groups.c.id)
+            .join(trajectories, trajectories.c.group_id == groups.c.id)
+            .where(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_GROUPS), is_old)
+            .where(trajectories.c.version.not_in(serving))
+            .distinct()
+        )
+        judged = (
+            sa.select(trajectories.c.id)
+            .join(groups, trajectories.c.group_id == groups.c.id)
+            .where(groups.c.alias == alias, groups.c.state == GroupState.JUDGED, is_old)
+            .where(trajectories.c.version.in_(serving))
+        )
+        with read(self._engine) as connection:
+            found, members = list(connection.scalars(old)), list(connection.scalars(judged))
+        self.drop_members(members, reason)
+        if not found:
+            return 0
+        with write(self._engine) as connection:
+            return sum(
+                _drop_untrained(connection, found[start : start + MAX_IN_VALUES], reason)
+                for start in range(0, len(found), MAX_IN_VALUES)
+            )
+
+
+def _drop_untrained(connection: sa.Connection, group_ids: Sequence[str], reason: str) -> int:
+    """Drop the untrained ones of these groups, with their members; return their number."""
+    groups, trajectories = schema.groups, schema.trajectories
+    open_ones = sa.and_(groups.c.id.in_(group_ids), groups.c.state.in_(_UNTRAINED_GROUPS))
+    values = {"state": GroupState.DROPPED, "drop_reason": reason}
+    dropped = list(connection.scalars(sa.update(groups).where(open_ones).values(**values).returning(groups.c.id)))
+    grouped = sa.and_(trajectories.c.group_id.in_(dropped), trajectories.c.state == TrajectoryState.GROUPED)
+    connection.execute(sa.update(trajectories).where(grouped).values(state=TrajectoryState.DROPPED, drop_reason=reason))
+    return len(dropped)
+
+
+# Writes verdicts, and groups that come with their scores: a caller trains them on request.
+#
+# Guarantees: all groups of a request are formed, scored and ready for a round in one transaction, or none; verdicts are
+# only added.
+
+_UNGROUPED = (TrajectoryState.OPEN, TrajectoryState.SEALED)
+
+
+class ScoredGroups:
+    """Operations on groups that come with their scores."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def create_scored(self, alias: str, groups: Mapping[str, Sequence[Verdict]], now: float) -> list[str]:
+        """Form groups of gathered trajectories by key, each with the verdicts of its members; return their ids.
+
+        They wait for a round. Raises InvalidTransition if a member is not a gathered trajectory of the alias, or was
+        trained or dropped; then nothing is written.
+        """
+        created: list[str] = []
+        with write(self._engine) as connection:
+            for key, verdicts in groups.items():
+                group = new_id("grp")
+                connection.execute(
+                    sa.insert(schema.groups).values(
+                        id=group, key=key, alias=alias, state=GroupState.JUDGED, formed_at=now
+                    )
+                )
+                _take(connection, alias, group, [one.trajectory_id for one in verdicts], now)
+                add_verdicts(connection, [msgspec.structs.replace(one, group_id=group) for one in verdicts], ())
+                created.append(group)
+        return created
+
+    def count_gathered(self) -> int:
+        """Return the number of sealed trajectories that are grouped and trained on request only."""
+        table = schema.trajectories
+        waiting = (table.c.state == TrajectoryState.SEALED, table.c.purpose == GATHERED)
+        with read(self._engine) as connection:
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(table).where(*waiting)) or 0)
+
+
+def _take(connection: sa.Connection, alias: str, group: str, members: Sequence[str], now: float) -> None:
+    """Seal the members that are open, and put all of them into the group."""
+    trajectories = schema.trajectories
+    mine = sa.and_(
+        trajectories.c.id.in_(members), trajectories.c.alias == alias, trajectories.c.purpose == GATHERED,
+        trajectories.c.state.in_(_UNGROUPED),
+    )  # fmt: skip
+    sealed_at = sa.func.coalesce(trajectories.c.sealed_at, now)
+    taken = connection.execute(
+        sa.update(trajectories)
+        .where(mine)
+        .values(state=TrajectoryState.GROUPED, group_id=group, sealed_at=sealed_at, sealed_by=FINISH)
+    )
+    if taken.rowcount != len(members):
+        raise InvalidTransition(
+            f"{len(members) - taken.rowcount} of {len(members)} members are no gathered trajectories of {alias}, or "
+            "were trained or dropped"
+        )
+
+
+def add_verdicts(
+    connection: sa.Connection, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest]
+) -> None:
+    """Add verdicts, and the requests of judges behind them, in the caller's transaction."""
+    if judge_requests:
+        requests = [truncate_row(schema.judge_requests, msgspec.structs.asdict(one)) for one in judge_requests]
+        connection.execute(sa.insert(schema.judge_requests), requests)
+    rows: list[dict[str, Any]] = [
+        truncate_row(schema.verdicts, msgspec.structs.asdict(verdict)) | {"components": dict(verdict.components)}
+        for verdict in verdicts
+    ]
+    if rows:
+        connection.execute(sa.insert(schema.verdicts), rows)
+
+
+# Groups and verdicts: groups are formed of sealed trajectories, judged, then trained or dropped with a reason.
+#
+# Guarantees: a trajectory joins one group, in one transaction; verdicts are only added.
 
 
 class Groups(GroupDrops, ScoredGroups):

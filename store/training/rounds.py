@@ -1,17 +1,14 @@
-"""Training rounds: started, then committed or abandoned.
-
-Guarantees: one transaction consumes the trajectories, records the checkpoint and registers the candidate. Every
-committed round continues from the newest earlier one whose version is not rejected; a checkpoint that is adopted from
-elsewhere is recorded as a round of its own, and starts a new line. After any crash, no trajectory is part of two
-committed rounds, and every later version of its line contains it unless the version that trained it was rejected.
-"""
+"""Training rounds, and what is recorded with them: answers, teacher scores, and the lineage of versions."""
 
 from __future__ import annotations
 
 import time
+import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
@@ -21,8 +18,9 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.policies.base_models import base_model_id_of
-from ratchet.store.records import BASE_VERSION, Policy, Round
-from ratchet.store.records.base import row_to
+from ratchet.store.policies.forks import FORKED_FROM, forks
+from ratchet.store.records import BASE_VERSION, AnswerLogprobs, AnswerTraining, Policy, Round, TeacherScore, family_of
+from ratchet.store.records.base import Record, row_to
 from ratchet.store.states import (
     ROUND_TRANSITIONS,
     GroupState,
@@ -31,6 +29,225 @@ from ratchet.store.states import (
     TrajectoryState,
     check_transition,
 )
+
+# What rounds did with sampled answers: advantages, trainer-engine mismatch, reasons for no loss. For display only.
+#
+# Guarantee: a record is deleted with its call.
+
+_PAGE = 500  # rows of one statement
+
+
+class AnswerTrainings:
+    """Operations on records of trained answers."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def record(self, round_id: str, answers: Sequence[AnswerTraining]) -> None:
+        """Write a round's records, except those of calls that were deleted meanwhile; repeated ones change nothing."""
+        rows = [msgspec.structs.asdict(msgspec.structs.replace(one, round_id=round_id)) for one in answers]
+        with write(self._engine) as connection:
+            for start in range(0, len(rows), _PAGE):
+                part = rows[start : start + _PAGE]
+                calls = schema.calls.c.id
+                there = set(connection.scalars(sa.select(calls).where(calls.in_([row["call_id"] for row in part]))))
+                if known := [row for row in part if row["call_id"] in there]:
+                    insert_or_ignore(connection, schema.answer_training, known)
+
+    def of_calls(self, call_ids: Sequence[str]) -> list[AnswerTraining]:
+        """Return the records of calls, in their order within a call."""
+        table = schema.answer_training
+        found: list[AnswerTraining] = []
+        with read(self._engine) as connection:
+            for start in range(0, len(call_ids), MAX_IN_VALUES):
+                mine = table.c.call_id.in_(call_ids[start : start + MAX_IN_VALUES])
+                rows = connection.execute(sa.select(table).where(mine).order_by(table.c.call_id, table.c.choice))
+                found += [row_to(AnswerTraining, row) for row in rows]
+        return found
+
+
+# Teacher scores: the logprobs that a teacher gives the sampled tokens of a trajectory, compressed.
+
+_ANSWERS = msgspec.msgpack.Decoder(tuple[AnswerLogprobs, ...])
+
+
+def replace_teacher_scores(connection: sa.Connection, scores: Sequence[TeacherScore]) -> None:
+    """Store scores in place of earlier ones of the same trajectories."""
+    if not scores:
+        return
+    table = schema.teacher_scores
+    names = [one.trajectory_id for one in scores]
+    connection.execute(sa.delete(table).where(table.c.trajectory_id.in_(names)))
+    rows = [
+        {
+            "trajectory_id": one.trajectory_id,
+            "teacher": one.teacher,
+            "answers": zlib.compress(msgspec.msgpack.encode(one.answers)),
+        }
+        for one in scores
+    ]
+    connection.execute(sa.insert(table), rows)
+
+
+def read_teacher_scores(connection: sa.Connection, trajectory_ids: Sequence[str]) -> dict[str, TeacherScore]:
+    """Return the scores, by trajectory."""
+    table = schema.teacher_scores
+    rows = connection.execute(sa.select(table).where(table.c.trajectory_id.in_(list(trajectory_ids))))
+    return {
+        row.trajectory_id: TeacherScore(
+            trajectory_id=row.trajectory_id,
+            teacher=row.teacher,
+            answers=_ANSWERS.decode(zlib.decompress(row.answers)),
+        )
+        for row in rows
+    }
+
+
+# Lineage: the policy versions that were trained on a trajectory. Reads only.
+#
+# A trajectory is trained in one round, and may be a demonstration in others. The versions of these rounds and all their
+# descendants, forks included, contain it, even if a version in between was rejected, because training continues from
+# the newest committed round.
+
+Name = TypeVar("Name")  # of a version
+
+
+class TrainingData(Record, frozen=True):
+    """The training data of a version that is still in the store.
+
+    `rounds`: behind its weights, oldest first; `families` and `judges`: counts of their trajectories.
+    """
+
+    rounds: tuple[Round, ...]
+    families: Mapping[str, int]
+    judges: Mapping[tuple[str, str], int]
+
+
+class Lineage:
+    """Queries on lineage."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def versions_of(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Return the versions (`alias@version`) that contain each trajectory; the first was trained on it directly.
+
+        Untrained trajectories are left out.
+        """
+        rounds, held = schema.rounds, _held_by(trajectory_ids).subquery()
+        direct = (
+            sa.select(held.c.id, rounds.c.alias, rounds.c.to_version)
+            .join(rounds, rounds.c.id == held.c.round_id)
+            .order_by(rounds.c.to_version)
+        )
+        with read(self._engine) as connection:
+            found = connection.execute(direct).all()
+            aliases = {row.alias for row in found}
+            copies = forks(connection) if found else {}
+            # A copy may have been forked again: with any fork all agents are read.
+            wanted = sa.true() if copies else rounds.c.alias.in_(aliases)
+            committed = sa.select(rounds.c.alias, rounds.c.from_version, rounds.c.to_version).where(
+                wanted, rounds.c.state == RoundState.COMMITTED
+            )
+            steps = connection.execute(committed.order_by(rounds.c.id)).all() if aliases else []
+        pairs = [
+            (copies.get((step.alias, step.to_version), (step.alias, step.from_version)), (step.alias, step.to_version))
+            for step in steps
+        ]
+        versions: dict[str, dict[str, None]] = {}
+        for row in found:
+            held_in = descendants(pairs, (row.alias, row.to_version))
+            names = {f"{alias}@{version}": None for alias, version in held_in}
+            versions.setdefault(row.id, {}).update(names)
+        return {name: tuple(policies) for name, policies in versions.items()}
+
+    def training_data_of(self, policy: Policy) -> TrainingData:
+        """Return the rounds behind a version's weights, back to the base model, and their trajectories.
+
+        Versions that differ only by their prompt share their weights.
+        """
+        trajectories, verdicts, imitated = (
+            schema.trajectories,
+            schema.verdicts,
+            schema.sft_trajectories,
+        )
+        with read(self._engine) as connection:
+            chain = _rounds_behind(connection, policy.alias, policy.version, policy.adapter)
+            names = [held.id for held in chain]
+            trained_on = sa.union(
+                sa.select(trajectories.c.id).where(trajectories.c.round_id.in_(names)),
+                sa.select(imitated.c.trajectory_id).where(imitated.c.round_id.in_(names)),
+            ).subquery()
+            latest = (
+                sa.select(verdicts.c.trajectory_id, sa.func.max(verdicts.c.id).label("id"))
+                .join(trained_on, trained_on.c.id == verdicts.c.trajectory_id)
+                .where(verdicts.c.score.is_not(None))
+                .group_by(verdicts.c.trajectory_id)
+                .subquery()
+            )
+            judged = (
+                sa.select(trajectories.c.task, trajectories.c.tools_hash, verdicts.c.judge, verdicts.c.judge_version)
+                .join(latest, latest.c.trajectory_id == trajectories.c.id)
+                .join(verdicts, verdicts.c.id == latest.c.id)
+            )
+            families: Counter[str] = Counter()
+            judges: Counter[tuple[str, str]] = Counter()
+            for row in connection.execute(judged):
+                families[family_of(row.task, row.tools_hash)] += 1
+                judges[row.judge, row.judge_version] += 1
+        return TrainingData(rounds=tuple(chain), families=dict(families), judges=dict(judges))
+
+
+def _rounds_behind(connection: sa.Connection, alias: str, version: int, adapter: str | None) -> list[Round]:
+    """Return the rounds behind an adapter, oldest first; behind a fork those of the version that it is a copy of."""
+    rounds, policies = schema.rounds, schema.policies
+    mine = sa.and_(rounds.c.alias == alias, rounds.c.state == RoundState.COMMITTED)
+    found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= version)).all()
+    chain = _chain([row_to(Round, row) for row in found], adapter)
+    source = chain[0].metrics.get(FORKED_FROM) if chain else None
+    if source is None:
+        return chain
+    copied = sa.and_(policies.c.alias == source["alias"], policies.c.version == source["version"])
+    origin = connection.scalar(sa.select(policies.c.adapter).where(copied))
+    return _rounds_behind(connection, source["alias"], source["version"], origin) + chain
+
+
+def _chain(rounds: Sequence[Round], adapter: str | None) -> list[Round]:
+    """Return the rounds from the base model to the one that made an adapter, oldest first."""
+    made = {held.to_version: held for held in rounds}
+    last = next((held for held in rounds if held.checkpoint == adapter), None)
+    chain: list[Round] = []
+    while last is not None:
+        chain.append(last)
+        last = made.get(last.from_version)
+    return chain[::-1]
+
+
+def descendants(steps: Sequence[tuple[Name, Name]], version: Name) -> list[Name]:
+    """Return a version and its descendants; `steps`: (from, to), in the order in which they were made."""
+    held = {version: None}
+    for origin, made in steps:
+        if origin in held:
+            held[made] = None
+    return list(held)
+
+
+def _held_by(trajectory_ids: Sequence[str]) -> sa.CompoundSelect[tuple[str, str]]:
+    """Return the query for (trajectory id, round id) of the rounds trained on trajectories."""
+    trajectories, imitated = schema.trajectories, schema.sft_trajectories
+    trained = sa.select(trajectories.c.id, trajectories.c.round_id).where(
+        trajectories.c.id.in_(trajectory_ids), trajectories.c.round_id.is_not(None)
+    )
+    demonstrated = sa.select(imitated.c.trajectory_id.label("id"), imitated.c.round_id)
+    return trained.union_all(demonstrated.where(imitated.c.trajectory_id.in_(trajectory_ids)))
+
+
+# Training rounds: started, then committed or abandoned.
+#
+# Guarantees: one transaction consumes the trajectories, records the checkpoint and registers the candidate. Every
+# committed round continues from the newest earlier one whose version is not rejected; a checkpoint that is adopted from
+# elsewhere is recorded as a round of its own, and starts a new line. After any crash, no trajectory is part of two
+# committed rounds, and every later version of its line contains it unless the version that trained it was rejected.
 
 
 class Rounds:

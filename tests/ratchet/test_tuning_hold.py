@@ -15,7 +15,7 @@ from ratchet.store.errors import InvalidTransition, StoreUnavailable
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store, open_store
-from ratchet.store.tuning.tunings import Tunings
+from ratchet.store.tuning import Tunings
 from ratchet.trainer.errors import LeaseLost
 from ratchet.tuning.run_lease import RunLease
 from tests.harness.cli.project import ROOT, Project

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ratchet.store.coordination.activity import ActivityKind, AgentActivity, has_grown
+from ratchet.store.coordination import ActivityKind, AgentActivity, has_grown
 from ratchet.store.records import Feedback, Verdict
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect
-from ratchet.store.deletion.affected_versions import reject_affected
+from ratchet.store.deletion import reject_affected
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import Feedback, JudgeRequest, ProxyInstance, Verdict
 from ratchet.store.states import GroupState, TrajectoryState

@@ -11,7 +11,7 @@ import pytest
 
 from ratchet.store.records import Feedback
 from ratchet.store.store import Store
-from ratchet.store.training.lineage import descendants
+from ratchet.store.training.rounds import descendants
 from tests.harness.records import call_start, ended, judged_group
 
 REPLY = {"role": "assistant", "content": "Oslo"}

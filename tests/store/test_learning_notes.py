@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import PastScore
-from ratchet.store.reports.learning_report import LearningReport, learning_report, tallies
-from ratchet.store.reports.policy_movement import (
+from ratchet.store.reports.learning_report import (
+    LearningReport,
     Movement,
     describe_collapse,
     describe_stall,
+    learning_report,
     movement_of,
     recent_movements,
+    tallies,
 )
 from ratchet.store.store import Store
 

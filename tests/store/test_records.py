@@ -14,7 +14,7 @@ from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PromptMode, RoundState
 
 
-@pytest.mark.parametrize("module", ["records", "records.tuning", "states", "content.messages", "access.ownership"])
+@pytest.mark.parametrize("module", ["records", "records.tuning", "states", "content.messages", "ids"])
 def test_records_and_states_load_no_sqlalchemy(module: str) -> None:
     program = f"import sys, ratchet.store.{module}; sys.exit('sqlalchemy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ratchet.store.reports.release_status import describe_release, read_release
+from ratchet.store.reports.version_reports import describe_release, read_release
 from ratchet.store.store import Store
 
 FIGURES: dict[str, Any] = {

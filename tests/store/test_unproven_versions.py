@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratchet.store.reports.unproven_versions import read_unproven
+from ratchet.store.reports.version_reports import read_unproven
 from ratchet.store.store import Store
 
 

@@ -8,7 +8,7 @@ from ratchet.store.records import Verdict
 from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
-from ratchet.store.training.tool_times import ToolTime
+from ratchet.store.training.observations import ToolTime
 from tests.harness.records import answered_trajectory, call_start, ended
 
 OK, WRONG = (ToolOutcome.VALID, ToolResult.OK), (ToolOutcome.UNKNOWN_TOOL, ToolResult.ERROR)

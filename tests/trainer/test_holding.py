@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from ratchet.cli import cli
 from ratchet.store.records import VersionDraw
-from ratchet.store.reports.undecided_versions import read_awaiting_approval
+from ratchet.store.reports.version_reports import read_awaiting_approval
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
 from tests.harness.trainer.agents import agents_work

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ratchet.store.coordination.leases import Leases
+from ratchet.store.coordination import Leases
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import Store
 from ratchet.trainer.errors import LeaseLost, LeaseTaken

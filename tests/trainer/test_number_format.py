@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ratchet.settings.project_settings import Settings
-from ratchet.store.reports.policy_movement import movement_of
+from ratchet.store.reports.learning_report import movement_of
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner import base_model, policy_shift
 from ratchet.trainer.learner.agent_state import local

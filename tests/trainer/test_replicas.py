@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store.access.replica_list import ReplicaList, check_entry
+from ratchet.store.access.replicas import ReplicaList, check_entry
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store

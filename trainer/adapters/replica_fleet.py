@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TypeVar, overload
 
-from ratchet.store.access.replica_list import ReplicaList
+from ratchet.store.access.replicas import ReplicaList
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import AdapterRefused, EngineError, EngineUnreachable
 

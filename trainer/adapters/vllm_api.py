@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from ratchet.store.access.url_credentials import credentials, without_credentials
+from ratchet.store.access.replicas import credentials, without_credentials
 from ratchet.store.policies import fingerprints
 from ratchet.trainer.adapters.adapter_store import is_remote
 from ratchet.trainer.errors import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from ratchet.store.access.url_credentials import credentials, without_credentials
+from ratchet.store.access.replicas import credentials, without_credentials
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _MAX_CHECKS = 100

@@ -45,10 +45,10 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
-from ratchet.store.coordination.activity import ALL_KINDS, ActivityKind
+from ratchet.store.coordination import ALL_KINDS, ActivityKind
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import Group, Policy
-from ratchet.store.reports.relative_judges import record_judge_scale
+from ratchet.store.reports.learning_report import record_judge_scale
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import make_adapter_store

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
-from ratchet.store.coordination.activity import ALL_KINDS
+from ratchet.store.coordination import ALL_KINDS
 from ratchet.store.errors import RecordDamaged, StoreUnavailable
 from ratchet.store.reasons import DropReason
 from ratchet.store.store import Store

@@ -13,7 +13,7 @@ import queue
 import time
 from collections.abc import Mapping
 
-from ratchet.store.coordination.activity import ALL_KINDS, AgentActivity, has_grown
+from ratchet.store.coordination import ALL_KINDS, AgentActivity, has_grown
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import Store
 from ratchet.trainer.controller_service.agent_leases import AgentLeases

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from ratchet.store.coordination.job_progress import JobProgress, ProgressRate
+from ratchet.store.coordination import JobProgress, ProgressRate
 from ratchet.store.errors import StoreError
 from ratchet.store.store import Store
 

@@ -14,9 +14,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
 
-from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import BASE_VERSION, Policy
-from ratchet.store.reports.unproven_versions import read_unproven
+from ratchet.store.reports.version_reports import read_unproven
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.replica_fleet import ask_all

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.policies.decisions import Decision
 from ratchet.store.policies.shares import ServingVersions, shares_in_force

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import fmean
 
-from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import BASE_VERSION, PastScore, Policy
 from ratchet.store.states import SERVING, PolicyState
 from ratchet.store.store import Store

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
-from ratchet.store.access.url_credentials import plain_url
+from ratchet.store.access.replicas import plain_url
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 

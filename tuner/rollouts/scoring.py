@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
-from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import Transcript, Verdict
 from ratchet.store.records.tuning import Rollout

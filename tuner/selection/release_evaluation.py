@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import Policy, Transcript
 from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import RELEASE_EVALUATION, RolloutState, TuningState

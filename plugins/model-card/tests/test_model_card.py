@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratchet.store.records import Policy
-from ratchet.store.reports.learning_report import RELATIVE_SCORES_NOTE
-from ratchet.store.reports.relative_judges import record_judge_scale
+from ratchet.store.reports.learning_report import RELATIVE_SCORES_NOTE, record_judge_scale
 from ratchet.store.store import Store
 from ratchet.trainer.statistics.paired_comparison import compare
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set

@@ -45,8 +45,7 @@ from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW,
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, Placement
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
-from ratchet.store.access.ownership import may_share_trajectory, owner
-from ratchet.store.ids import new_id
+from ratchet.store.ids import may_share_trajectory, new_id, owner
 from ratchet.store.records import MOVED, UNLINKED, OpenLeaf, UnansweredCall, family_of
 
 _MAX_LEAVES = 2_000  # of one trajectory

@@ -1,7 +1,7 @@
 """Records what operators read and change, for `GET /api/audit` and `ratchet audit`.
 
     consumes  the requests of the operator API
-    produces  entries in the store (store/access/audit.py)
+    produces  entries in the store (store/access/keys.py)
     waits for the store before a change; reads are written together, every two seconds
 
 Promises: a change that happened has its entry, which is in the store before the change begins, or the request gets 503.

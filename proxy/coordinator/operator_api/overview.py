@@ -12,15 +12,12 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.coordination.job_progress import JobProgress
+from ratchet.store.coordination import JobProgress
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.reasons import drop_meaning
 from ratchet.store.records import Policy, Round
-from ratchet.store.reports.learning_report import to_dict
-from ratchet.store.reports.policy_movement import movement_of
-from ratchet.store.reports.relative_judges import is_relative, read_learning_report
-from ratchet.store.reports.release_status import read_release
-from ratchet.store.reports.undecided_versions import read_awaiting_approval, read_ramp_scores
+from ratchet.store.reports.learning_report import is_relative, movement_of, read_learning_report, to_dict
+from ratchet.store.reports.version_reports import read_awaiting_approval, read_ramp_scores, read_release
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from ratchet.proxy.coordinator.operator_api.json_responses import page_response
-from ratchet.store.reports.release_status import read_release
+from ratchet.store.reports.version_reports import read_release
 from ratchet.store.store import Store
 
 _DECISIONS = 200  # the newest ones

@@ -22,8 +22,8 @@ from functools import lru_cache
 
 from ratchet.proxy.errors import not_looked_up
 from ratchet.store import ids
-from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.errors import RecordNotFound
+from ratchet.store.ids import may_share_trajectory
 from ratchet.store.records import RESAMPLE
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.store import Store

@@ -23,7 +23,7 @@ from ratchet.proxy.messages.link_records import Placement
 from ratchet.proxy.messages.text_fingerprints import text_hash
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import ResponseLimits
-from ratchet.store.access.replica_list import ReplicaList
+from ratchet.store.access.replicas import ReplicaList
 from ratchet.store.ids import new_id
 
 log = logging.getLogger("ratchet.proxy")

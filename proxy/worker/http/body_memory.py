@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratchet.proxy.errors import BodyTooLarge, NotReady, RateLimited
 from ratchet.proxy.wire.asgi import KEY_ID, headers_of, read_body, replay_body
-from ratchet.store.access.ownership import owner
+from ratchet.store.ids import owner
 
 BODY = "ratchet.body"  # scope key of the BodyReservation of a request with a body
 

@@ -29,7 +29,7 @@ from ratchet.proxy.coordinator.limits.sharing import Sharing
 from ratchet.proxy.errors import ClientDisconnected, NotReady, ProxyError, RateLimited
 from ratchet.proxy.messages.limit_records import RUNNING, Amount
 from ratchet.proxy.wire.asgi import CALLER, CLIENT_LEFT
-from ratchet.store.access.ownership import owner
+from ratchet.store.ids import owner
 
 _OPERATOR_API = "/api/"
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ratchet.store.coordination.job_progress import JobProgress
+from ratchet.store.coordination import JobProgress
 from ratchet.store.ids import new_id
 from ratchet.store.records import AnswerTraining, Feedback, JudgeRequest, Verdict
 from ratchet.store.records.tool_calls import ToolCall

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from ratchet.proxy.app import create_app
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.store.access.replica_list import ReplicaList
+from ratchet.store.access.replicas import ReplicaList
 from ratchet.store.store import Store
 from tests.harness.proxy.servers import eventually, served
 

@@ -13,9 +13,8 @@ from collections.abc import Set
 from functools import lru_cache
 from hashlib import blake2b
 
-from ratchet.store.access.replica_list import ReplicaList
-from ratchet.store.coordination.activity import ALL_KINDS, ActivityKind
-from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+from ratchet.store.access.replicas import ReplicaList
+from ratchet.store.coordination import ALL_KINDS, PROXY_TIMEOUT_SECONDS, ActivityKind
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import RESAMPLE, Trajectory

@@ -31,7 +31,7 @@ from ratchet.store.records import (
     Verdict,
     unpack_logprobs,
 )
-from ratchet.store.reports.policy_movement import describe_collapse, movement_of
+from ratchet.store.reports.learning_report import describe_collapse, movement_of
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote, number_of
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator

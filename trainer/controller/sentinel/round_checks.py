@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ratchet.store.reasons import describe_untrained
 from ratchet.store.records import Round
-from ratchet.store.reports.rejected_rows import rejected_rows
+from ratchet.store.reports.learning_report import rejected_rows
 from ratchet.store.states import RoundState
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.rows.roles import UNTRAINED_ROLE

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from ratchet.store.calls.resamples import Resample
-from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import Call, Transcript
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_load import VllmLoad

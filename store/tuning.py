@@ -1,27 +1,188 @@
-"""Rollouts: attempts of a workflow at tasks, stored before they start, so that the proxy knows their ids.
-
-Guarantees: a rollout's end is written once. A failed rollout is kept with its exception. A rollout whose run ended
-first is abandoned, not deleted, so that late calls still belong to it. A judge failure is never a number. Text of
-workflows and judges is truncated to its column.
-"""
+"""The tuner's records: tasks, runs, and the rollouts of their workflows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
+from ratchet.store.coordination import Leases
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore, truncate_row
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import InvalidTransition, RecordNotFound
+from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
+from ratchet.store.ids import new_id
 from ratchet.store.records import WorkflowResult
 from ratchet.store.records.base import row_to
-from ratchet.store.records.tuning import Rollout
-from ratchet.store.states import ROLLOUT_TRANSITIONS, RolloutState, check_transition
+from ratchet.store.records.tuning import Rollout, TaskRow, Tuning
+from ratchet.store.states import (
+    ROLLOUT_TRANSITIONS,
+    TUNING_TRANSITIONS,
+    RolloutState,
+    TuningKind,
+    TuningState,
+    check_transition,
+)
+
+# Tasks: the rows of task sets with rollouts, which judges and reports find by id.
+#
+# The reader of a task set derives the id of a task from its content.
+
+
+class TaskRows:
+    """Operations on tasks."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def register(self, rows: Iterable[TaskRow]) -> None:
+        """Store tasks; known ids are ignored. Raises InvalidRecord."""
+        remaining = iter(rows)
+        while some := [_checked(row) for row in islice(remaining, MAX_IN_VALUES)]:
+            with write(self._engine) as connection:
+                insert_or_ignore(connection, schema.tasks, some)
+
+    def get(self, task_id: str) -> TaskRow | None:
+        """Return a task; None if it is unknown."""
+        with read(self._engine) as connection:
+            row = connection.execute(sa.select(schema.tasks).where(schema.tasks.c.id == task_id)).one_or_none()
+        return None if row is None else row_to(TaskRow, row)
+
+
+def row_of(connection: sa.Connection, task_id: str | None) -> Mapping[str, Any] | None:
+    """Return the row of a task key; None if it is unknown."""
+    if task_id is None:
+        return None
+    row: Mapping[str, Any] | None = connection.scalar(
+        sa.select(schema.tasks.c.content).where(schema.tasks.c.id == task_id)
+    )
+    return row
+
+
+def _checked(task: TaskRow) -> dict[str, Any]:
+    if not 0 < len(task.id) <= 256:
+        raise InvalidRecord(f"the task id {task.id[:40]!r}... has {len(task.id)} characters: use 1 to 256")
+    return {"id": task.id, "task_set": task.task_set, "split": task.split, "content": dict(task.content)}
+
+
+# Tunings: the runs of the tuner, with their request, progress and result.
+
+RUN_LEASE = "tuning:"  # and the run's id: the lease of the process that runs it
+_NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
+
+
+class Tunings:
+    """Operations on tunings."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def begin(self, kind: str, alias: str, config: Mapping[str, Any]) -> Tuning:
+        """Start a run."""
+        tuning = Tuning(
+            id=new_id("tun"),
+            kind=TuningKind(kind),
+            alias=alias,
+            state=TuningState.RUNNING,
+            config=dict(config),
+            started_at=time.time(),
+        )
+        row = {name: getattr(tuning, name) for name in Tuning.__struct_fields__}
+        with write(self._engine) as connection:
+            connection.execute(sa.insert(schema.tunings).values(**row))
+        return tuning
+
+    def update(self, tuning_id: str, result: Mapping[str, Any]) -> None:
+        """Store the progress of a run. Raises RecordNotFound, and InvalidTransition if it is not running."""
+        with write(self._engine) as connection:
+            self._change(connection, tuning_id, TuningState.RUNNING, result=dict(result))
+
+    def end(
+        self, tuning_id: str, state: str, result: Mapping[str, Any] | None = None, error: str | None = None
+    ) -> Tuning:
+        """End a run; without a `result`, its progress stays. Raises InvalidTransition, RecordNotFound."""
+        new = TuningState(state)
+        check_transition(TUNING_TRANSITIONS, self.get(tuning_id).state, new, f"tuning {tuning_id}")
+        changes = {} if result is None else {"result": dict(result)}
+        if new is TuningState.FAILED:
+            error = error or "no reason was given"
+        error = None if error is None else error.replace("\0", "\ufffd")
+        with write(self._engine) as connection:
+            self._change(
+                connection, tuning_id, TuningState.RUNNING, state=new, error=error, ended_at=time.time(), **changes
+            )
+            abandon(connection, tuning_id)
+        return self.get(tuning_id)
+
+    def resume(self, tuning_id: str) -> Tuning:
+        """Resume a run that was stopped, failed or killed. Raises InvalidTransition, RecordNotFound.
+
+        Its planned rollouts without an end are abandoned.
+        """
+        state = self.get(tuning_id).state
+        if state is TuningState.DONE:
+            raise InvalidTransition(f"tuning {tuning_id} is done: there is nothing to resume")
+        if state is not TuningState.RUNNING:
+            check_transition(TUNING_TRANSITIONS, state, TuningState.RUNNING, f"tuning {tuning_id}")
+        with write(self._engine) as connection:
+            self._change(connection, tuning_id, state, state=TuningState.RUNNING, error=None, ended_at=None)
+            abandon(connection, tuning_id)
+        return self.get(tuning_id)
+
+    def get(self, tuning_id: str) -> Tuning:
+        """Return a run. Raises RecordNotFound."""
+        found = self._select(schema.tunings.c.id == tuning_id, 1)
+        if not found:
+            raise RecordNotFound(_NO_TUNING.format(tuning_id))
+        return found[0]
+
+    def page(
+        self, kind: str | None = None, limit: int = 100, before: str | None = None, state: str | None = None
+    ) -> list[Tuning]:
+        """Return at most `limit` runs older than the id `before`, newest first; the doctor's only with that `kind`."""
+        where = [schema.tunings.c.kind == kind if kind else schema.tunings.c.kind != TuningKind.DOCTOR]
+        where += [schema.tunings.c.state == state] if state else []
+        where += [schema.tunings.c.id < before] if before else []
+        return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
+
+    def led(self) -> set[str]:
+        """Return the ids of the runs that a process runs now; any other run in progress was interrupted."""
+        return {one.name.removeprefix(RUN_LEASE) for one in Leases(self._engine).holders(RUN_LEASE)}
+
+    def _change(self, connection: sa.Connection, tuning_id: str, old: TuningState, **values: Any) -> None:
+        mine = sa.and_(schema.tunings.c.id == tuning_id, schema.tunings.c.state == old)
+        if connection.execute(sa.update(schema.tunings).where(mine).values(**values)).rowcount:
+            return
+        state = connection.scalar(sa.select(schema.tunings.c.state).where(schema.tunings.c.id == tuning_id))
+        if state is None:
+            raise RecordNotFound(_NO_TUNING.format(tuning_id))
+        raise InvalidTransition(f"tuning {tuning_id} is {state} by now, not {old}")
+
+    def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Tuning]:
+        query = sa.select(schema.tunings).where(where).order_by(schema.tunings.c.id.desc()).limit(limit)
+        with read(self._engine) as connection:
+            return [row_to(Tuning, row) for row in connection.execute(query)]
+
+
+def is_rollout_in_progress(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
+    """Return the condition that a trajectory is a planned rollout of a running tuning."""
+    return sa.exists().where(
+        schema.rollouts.c.id == trajectory_id,
+        schema.rollouts.c.state == RolloutState.PLANNED,
+        schema.tunings.c.id == schema.rollouts.c.tuning_id,
+        schema.tunings.c.state == TuningState.RUNNING,
+    )
+
+
+# Rollouts: attempts of a workflow at tasks, stored before they start, so that the proxy knows their ids.
+#
+# Guarantees: a rollout's end is written once. A failed rollout is kept with its exception. A rollout whose run ended
+# first is abandoned, not deleted, so that late calls still belong to it. A judge failure is never a number. Text of
+# workflows and judges is truncated to its column.
 
 # Columns that the end of a rollout sets.
 _ENDS = (

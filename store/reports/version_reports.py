@@ -1,18 +1,21 @@
-"""Which versions of an agent serve, and what is known about the release: for `ratchet status`, the API and the console.
-
-The figures are those that the release controller recorded last; docs/release.md explains them.
-"""
+"""Reports on versions: which serve, which are undecided, and which could not be proven."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ratchet.store.policies.shares import shares_in_force
-from ratchet.store.states import SERVING, PolicyAction
+from ratchet.store.records import BASE_VERSION
+from ratchet.store.states import SERVING, PolicyAction, PolicyState
 
 if TYPE_CHECKING:
     from ratchet.store.store import Store
+
+# Which versions of an agent serve, and what is known about the release: for `ratchet status`, the API and the console.
+#
+# The figures are those that the release controller recorded last; docs/release.md explains them.
 
 
 def read_release(store: Store, alias: str) -> dict[str, Any] | None:
@@ -102,3 +105,83 @@ def _pin(store: Store, alias: str, version: int) -> dict[str, Any] | None:
     found = store.decisions.decisions_of(alias, version)
     newest = next((one for one in found if one.action is PolicyAction.PIN), None)
     return None if newest is None else {"by": newest.decided_by, "reason": newest.reason, "at": newest.decided_at}
+
+
+# Undecided versions: the scores of the one in its ramp beside the live one's, and the one that awaits approval.
+
+
+def read_ramp_scores(store: Store, alias: str) -> dict[str, Any] | None:
+    """Return the scores of the version of an alias that is in its ramp, and of the live one; None without a ramp."""
+    serving = {policy.state: policy for policy in store.policies.serving() if policy.alias == alias}
+    ramp, live = serving.get(PolicyState.RAMP), serving.get(PolicyState.LIVE)
+    if ramp is None or live is None:
+        return None
+    decisions = store.decisions.decisions_of(alias, ramp.version)
+    since = min((one.decided_at for one in decisions if one.action is PolicyAction.RAMP), default=ramp.created_at)
+    judge = store.groups.newest_judge_version(alias) or ""
+    sides = {"ramp": (ramp.version, 0.0), "live": (live.version, since)}
+    content: dict[str, Any] = {"version": ramp.version, "share": ramp.share}
+    content["awaiting_approval"] = bool(decisions) and decisions[0].action is PolicyAction.HOLD
+    for side, (version, after) in sides.items():
+        scores = [one.score for one in store.groups.rewards(alias, judge, version, after)]
+        content[side] = {"count": len(scores), "mean": sum(scores) / len(scores) if scores else None}
+    return content
+
+
+def read_awaiting_approval(store: Store, alias: str) -> dict[str, Any] | None:
+    """Return the version of an alias that awaits approval, and why; None if none does."""
+    policy = store.policies.awaiting_approval(alias)
+    if policy is None:
+        return None
+    newest = store.decisions.decisions_of(alias, policy.version, limit=1)[0]
+    return {
+        "model": alias,
+        "version": policy.version,
+        "state": str(policy.state),
+        "by": newest.decided_by,
+        "reason": newest.reason,
+    }
+
+
+# Unproven versions: they serve nobody because their proof could not decide; how many there are, why, and what helps.
+#
+# The alarm, `ratchet status` and the learning report say it in the same words.
+
+REMEDY = (
+    "let vLLM and the learner compute in one number format (vllm.dtype, learner.dtype) and from the same base model, "
+    "and restart a replica that serves another adapter"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class UnprovenVersions:
+    """The unproven versions of an alias that are newer than its live one, and the proof's reason for the newest."""
+
+    alias: str
+    versions: tuple[int, ...]  # oldest first
+    live: int
+    reason: str
+
+    def describe(self) -> str:
+        """Return their number, the reason and the remedies."""
+        count, newest = len(self.versions), f"{self.alias}@{self.versions[-1]}"
+        named = f"{newest} serves nobody" if count == 1 else f"@{self.versions[0]} to {newest} serve nobody"
+        return (
+            f"{count} version{'s' * (count > 1)} unproven: {self.reason}; {named}, and training waits once "
+            f"trainer.max_staleness versions are ahead of the live one. To mend it, {REMEDY}; `ratchet doctor` "
+            f"compares both sides. `ratchet policies promote {newest} --reason WHY` releases it without a proof, "
+            f"`ratchet policies rollback {self.alias}@{self.live} --reason WHY` discards what was trained since"
+        )
+
+
+def read_unproven(store: Store, alias: str) -> UnprovenVersions | None:
+    """Return the unproven versions of an alias; None if there are none."""
+    found = store.policies.list_unproven(alias)
+    if not found:
+        return None
+    decisions = store.decisions.decisions_of(alias, found[-1].version)
+    reason = next((one.reason for one in decisions if one.action is PolicyAction.UNPROVEN), "no reason is recorded")
+    live = store.policies.live().get(alias)
+    return UnprovenVersions(
+        alias, tuple(policy.version for policy in found), live.version if live is not None else BASE_VERSION, reason
+    )
