@@ -121,7 +121,7 @@ class CallPath:
         marks.append(time.thread_time_ns())
         call.encoder.whole(answer)
         marks.append(time.thread_time_ns())
-        leaves, _ = self._recorder.record_end(call, ANSWERED)
+        leaves, _ = self._recorder.record_end(call, ANSWERED, 200)
         self._linker.end_call(link, leaves, time.time())
         marks.append(time.thread_time_ns())
         await asyncio.sleep(0)  # the journal's callbacks

@@ -17,9 +17,14 @@ class CallState(StrEnum):
 
     STARTED = "started"  # forwarded; its end is not recorded yet
     ANSWERED = "answered"  # the client received the whole answer
-    FAILED = "failed"  # the upstream or the proxy answered with an error
+    REFUSED = "refused"  # the upstream refused the request; the same request would be refused again
+    FAILED = "failed"  # the engine, its server or the proxy failed before the answer was whole
     ABORTED = "aborted"  # the client disconnected; holds the part that was generated
     INTERRUPTED = "interrupted"  # the proxy died before the end; only the start is known
+
+
+CUT_OFF = (CallState.STARTED, CallState.FAILED, CallState.INTERRUPTED)  # ended by a machine, not by policy or client
+UNANSWERED = (CallState.FAILED, CallState.ABORTED, CallState.INTERRUPTED)  # whose client may send them again
 
 
 class TrajectoryState(StrEnum):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, policy_name, read_body_with
 from ratchet.proxy.dialects.vllm_fields import with_vllm_fields
-from ratchet.proxy.errors import ProxyError, to_openai_error
+from ratchet.proxy.errors import ProxyError, UpstreamError, to_openai_error
 from ratchet.proxy.wire import request_body
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import OPENAI
 from ratchet.proxy.wire.request_body import ChatRequest
-from ratchet.store.records import CallStarted
+from ratchet.store.records import OTHER, CallStarted
 
 PATH = "/v1/chat/completions"
 
@@ -42,11 +42,15 @@ def make_capture(request: ChatRequest, start: CallStarted) -> Capture:
         asks_ids=request.asks_ids,
         asks_logprobs=request.asks_logprobs,
         asks_usage=request.asks_usage,
+        lenient=start.purpose == OTHER,
     )
 
 
 class PassthroughEncoder:
-    """Passes vLLM's response on; the capture has removed what the client did not request."""
+    """Passes vLLM's response on; the capture has cleared what the client did not request.
+
+    An answer that vLLM itself calls incomplete (`finish_reason: abort`) is passed on as it is.
+    """
 
     __slots__ = ("capture",)
 
@@ -55,7 +59,10 @@ class PassthroughEncoder:
 
     def whole(self, body: bytes) -> bytes:
         """Encode a response that did not stream. Raises UpstreamDisconnected."""
-        return self.capture.whole(body)
+        answer = self.capture.whole(body)
+        if (cut := self._unsaid_cut()) is not None:
+            raise cut
+        return answer
 
     def chunk(self, data: bytes) -> bytes | None:
         """Return the client's event for one streamed chunk."""
@@ -63,8 +70,12 @@ class PassthroughEncoder:
         return None if chunk is None else b"data: " + chunk + b"\n\n"
 
     def end(self) -> bytes:
-        """Return the last event."""
-        return b"data: [DONE]\n\n"
+        """Return the last event: an error, if the engine did not complete its answer and did not say so."""
+        cut = self._unsaid_cut()
+        return b"data: [DONE]\n\n" if cut is None else self.failed(cut)
+
+    def _unsaid_cut(self) -> UpstreamError | None:
+        return None if self.capture.says_cut() else self.capture.cut()
 
     def failed(self, error: ProxyError) -> bytes:
         """Return the error as an event."""

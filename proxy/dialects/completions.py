@@ -20,6 +20,7 @@ from ratchet.proxy.wire.capture import Capture, SampledChoice
 from ratchet.proxy.wire.error_shapes import OPENAI
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.store.content import messages as canon
+from ratchet.store.records import OTHER
 
 PATH = "/v1/completions"
 
@@ -54,7 +55,7 @@ class CompletionsRequest(ChatRequest):
         fields = {**self.fields, "model": Raw(msgspec.json.encode(served_name))}
         if not self.echoes:
             fields["return_token_ids"] = Raw(b"true")
-        if not self.echoes and not self.asks_logprobs:
+        if self.adds_logprobs and not self.echoes and not self.asks_logprobs:
             fields["logprobs"] = Raw(b"0")
         if self.streamed:
             fields["stream_options"] = Raw(msgspec.json.encode({**self.stream_options, "include_usage": True}))
@@ -71,9 +72,11 @@ _logprobs = msgspec.json.Decoder(_TextLogprobs | None)
 class CompletionsCapture(Capture):
     """The capture of a text completion; vLLM puts the prompt's ids into each choice."""
 
+    _PIECE: ClassVar = ("text", Raw(b'""'))
+
     def _capture_choice(self, fields: dict[str, Raw]) -> SampledChoice:
         if "prompt_token_ids" in fields:
-            self._capture_prompt(fields)
+            self._capture_prompt(fields["prompt_token_ids"])
         return super()._capture_choice(fields)
 
     def _message(self, fields: dict[str, Raw]) -> dict[str, Any]:
@@ -125,6 +128,7 @@ def _read(body: bytes) -> ParsedRequest:
                 asks_ids=request.asks_ids,
                 asks_logprobs=request.asks_logprobs,
                 asks_usage=request.asks_usage,
+                lenient=start.purpose == OTHER,
             )
         ),
     )

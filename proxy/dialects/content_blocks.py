@@ -1,7 +1,9 @@
 """Turns the deltas of a chat answer into content blocks, one open at a time, for Responses and Messages.
 
 A block is reasoning, a text, a refusal or one tool call. A delta of another kind, or of another tool call, closes the
-open block first. A subclass renders each step. An answer that did not stream is fed as one delta.
+open block first, but not a tool call whose arguments are incomplete: what comes in between waits until they are, or
+until the answer ends. A tool call is opened when its name is known and its arguments have begun. A subclass renders
+each step. An answer that did not stream is fed as one delta.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.errors import ProxyError, UpstreamDisconnected, upstream_refusal
+from ratchet.proxy.errors import ProxyError, UpstreamDisconnected
 from ratchet.proxy.wire.capture import Capture
+from ratchet.proxy.wire.tool_calls import ToolCall, ToolCalls
 
 Event = dict[str, Any]
 
@@ -56,21 +59,40 @@ class Kind(StrEnum):
     CALL = "call"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
-    """One block; `id` and `name` are a tool call's."""
+    """One block; `place` counts those that were opened. `call` is set if it is a tool call."""
 
-    place: int
     kind: Kind
-    id: str = ""
-    name: str = ""
+    call: ToolCall | None = None
+    place: int = -1
     pieces: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text block, if the client requested them
+
+    @property
+    def id(self) -> str:
+        """The id of a tool call; a generated one if the server sent none."""
+        return (self.call.id or f"call_{self.call.index}") if self.call else ""
+
+    @property
+    def name(self) -> str:
+        """The name of a tool call."""
+        return self.call.name if self.call else ""
 
     @property
     def text(self) -> str:
         """The content so far; of a tool call its arguments."""
         return "".join(self.pieces)
+
+    @property
+    def may_open(self) -> bool:
+        """Whether its beginning is known."""
+        return self.call is None or self.call.has_begun
+
+    @property
+    def may_close(self) -> bool:
+        """Whether another block may follow it before the answer has ended."""
+        return self.call is None or self.call.is_complete()
 
 
 class BlockRenderer(ABC):
@@ -84,7 +106,9 @@ class BlockRenderer(ABC):
         self.sampled: list[dict[str, Any]] = []  # the logprobs of the chunk, if the client requested them
         self._started = False
         self._open: Block | None = None
-        self._calls: dict[int, Block] = {}
+        self._waiting: list[Block] = []  # to be opened, in order
+        self._tools = ToolCalls()
+        self._calls: dict[ToolCall, Block] = {}
 
     @property
     def is_refused(self) -> bool:
@@ -94,7 +118,7 @@ class BlockRenderer(ABC):
     def feed(self, chunk: dict[str, Any]) -> list[Event]:
         """Return the events of one chat chunk.
 
-        Raises UpstreamDisconnected if tool calls are interleaved, ValidationError for a usage that is none.
+        Raises UpstreamDisconnected for more of a tool call that was complete, ValidationError for a usage that is none.
         """
         events = self._begin()
         self.usage = msgspec.convert(chunk.get("usage"), TokenCounts | None) or self.usage
@@ -111,15 +135,15 @@ class BlockRenderer(ABC):
                 events += self._grow(Kind.TEXT, text)
             if refusal := delta.get("refusal"):
                 events += self._grow(Kind.REFUSAL, refusal)
-            if self.sampled and self._open is not None and self._open.kind == Kind.TEXT:
-                self._open.logprobs += self.sampled
+            if self.sampled and (last := self._last) is not None and last.kind == Kind.TEXT:
+                last.logprobs += self.sampled
             for part in delta.get("tool_calls") or ():
                 events += self._call(part)
         return events
 
     def finish(self) -> list[Event]:
         """Return the events that end a complete answer."""
-        return [*self._begin(), *self._close(), *self.ended()]
+        return [*self._begin(), *self._advance(ending=True), *self._close(), *self.ended()]
 
     def fail(self, error: ProxyError) -> list[Event]:
         """Return the events that end an answer that failed."""
@@ -131,37 +155,57 @@ class BlockRenderer(ABC):
         self._started = True
         return self.started()
 
+    @property
+    def _last(self) -> Block | None:
+        return self._waiting[-1] if self._waiting else self._open
+
     def _grow(self, kind: Kind, piece: str) -> list[Event]:
-        events: list[Event] = []
-        if self._open is None or self._open.kind != kind:
-            events = self._start(Block(len(self.blocks), kind))
-        assert self._open is not None
-        self._open.pieces.append(_text(piece))
-        return [*events, *self.grew(self._open, piece)]
+        block = self._last
+        if block is None or block.kind != kind:
+            block = Block(kind)
+        return self._add(block, piece)
 
     def _call(self, part: dict[str, Any]) -> list[Event]:
-        function = part.get("function") or {}
-        place = part.get("index", 0)
-        events: list[Event] = []
-        block = self._calls.get(place)
+        call, piece = self._tools.add(part)
+        block = self._calls.get(call)
         if block is None:
-            name = function.get("name") or ""
-            block = self._calls[place] = Block(len(self.blocks), Kind.CALL, part.get("id") or f"call_{place}", name)
-            events = self._start(block)
-        if piece := function.get("arguments"):
-            if block is not self._open:
-                raise UpstreamDisconnected(
-                    f"the upstream continued tool call {place} after it had started another block"
-                )
+            block = self._calls[call] = Block(Kind.CALL, call)
+        return self._add(block, piece)
+
+    def _add(self, block: Block, piece: str) -> list[Event]:
+        """Add a piece to a block, which may be new."""
+        if piece:
             block.pieces.append(_text(piece))
-            events = [*events, *self.grew(block, piece)]
+        if block is self._open:
+            grown = self.grew(block, piece) if piece else []
+            return [*grown, *self._advance()]
+        if block.place >= 0:
+            if piece.strip():
+                raise UpstreamDisconnected(f"the upstream continued the tool call {block.id!r}, which was complete")
+            return []
+        if block not in self._waiting:
+            self._waiting.append(block)
+        return self._advance()
+
+    def _advance(self, *, ending: bool = False) -> list[Event]:
+        """Open the blocks that may follow; all of them at the end of the answer."""
+        events: list[Event] = []
+        while self._waiting and (ending or (self._waiting[0].may_open and (not self._open or self._open.may_close))):
+            events += self._start(self._waiting.pop(0))
         return events
 
     def _start(self, block: Block) -> list[Event]:
         events = self._close()
+        block.place = len(self.blocks)
         self.blocks.append(block)
         self._open = block
-        return [*events, *self.opened(block)]
+        events += self.opened(block)
+        if block.pieces:
+            sampled = self.sampled
+            self.sampled = block.logprobs or sampled  # those of a block that waited
+            events += self.grew(block, block.text)
+            self.sampled = sampled
+        return events
 
     def _close(self) -> list[Event]:
         block, self._open = self._open, None
@@ -212,6 +256,8 @@ class BlockEncoder:
             self._renderer.feed({"usage": answer.get("usage"), "choices": [message_to_delta(answer["choices"][0])]})
         except (msgspec.ValidationError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise UpstreamDisconnected(f"the upstream's answer is not a chat completion: {error}") from error
+        if (cut := self.capture.cut()) is not None:
+            raise cut
         self._renderer.finish()
         return _encode(self._renderer.answer())
 
@@ -228,10 +274,9 @@ class BlockEncoder:
             raise UpstreamDisconnected(f"the upstream sent a chunk that cannot be read: {error}") from error
 
     def end(self) -> bytes:
-        """Return the events that end the stream, after success or with the upstream's error."""
-        if self.capture.error:
-            return self.failed(upstream_refusal(self.capture.error, self.capture.error_status))
-        return _events(self._renderer.finish())
+        """Return the events that end the stream: as failed, if the engine did not complete its answer."""
+        cut = self.capture.cut()
+        return _events(self._renderer.finish()) if cut is None else self.failed(cut)
 
     def failed(self, error: ProxyError) -> bytes:
         """Return the events for a failure."""

@@ -82,7 +82,7 @@ class RememberingEncoder(BlockEncoder):
         return encoded
 
     def end(self) -> bytes:
-        """Return the events that end the stream, after success or with the upstream's error."""
-        if not self.capture.error and self.capture.choices:
+        """Return the events that end the stream: as failed, if the engine did not complete its answer."""
+        if self.capture.cut() is None and self.capture.choices:
             self._add_response(self.capture.choices[0].message())
         return super().end()

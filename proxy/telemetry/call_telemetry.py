@@ -26,6 +26,8 @@ log = logging.getLogger("ratchet.calls")
 _REASONS = (
     "no_token_ids",
     "no_logprobs",
+    "invalid_logprobs",
+    "length_mismatch",
     "no_prompt_token_ids",
     "no_answer",
     "redacted",
@@ -34,6 +36,7 @@ _REASONS = (
     "image",
     "beam_search",
     "failed",
+    "refused",
 )
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:~@+/-[]")
 

@@ -61,7 +61,7 @@ def read_results(store: Store, alias: str, folder: Path, about: Row, seconds: Ma
         "swaps": sum(p.version > 0 and p.state in (PolicyState.LIVE, PolicyState.RETIRED) for p in policies),
         "versions_proven": sum(p.version > 0 and p.state not in _NOT_PROVEN for p in policies),
         "calls": len(calls),
-        "failed_calls": sum(call.state is not CallState.ANSWERED or call.status != 200 for call in calls),
+        "failed_calls": sum(call.state is not CallState.ANSWERED for call in calls),
         "mixed_version_trajectories": _mixed(calls),
         "exact_context_share": _mean(call.context == "exact" for call in continued),
         "tokens_trained": sum(int(held.metrics["tokens_trained"]) for held in rounds),

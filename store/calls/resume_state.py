@@ -18,9 +18,8 @@ from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read
 from ratchet.store.records import OpenLeaf, UnansweredCall, family_of
 from ratchet.store.records.base import row_to
-from ratchet.store.states import CallState, TrajectoryState
+from ratchet.store.states import UNANSWERED, TrajectoryState
 
-_LOST = (CallState.ABORTED, CallState.INTERRUPTED)
 _FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("first_tools"))
 _CALL_COLUMNS = (
     *("id", "trajectory_id", "alias", "version", "key_id", "parent_call", "parent_choice"),
@@ -28,7 +27,6 @@ _CALL_COLUMNS = (
 )
 _CHOICE_COLUMNS = ("call_id", "choice", "token_ids", "reply_node", "link_key", "skip_last_key", "tool_call_ids")
 _BATCH = 256  # answers
-_RETRIED = (408, 409, 429)  # besides every 5xx
 
 
 class AnswerName(NamedTuple):
@@ -99,7 +97,6 @@ class ResumeState:
     def unanswered_calls(self, since: float, limit: int = 10_000) -> list[UnansweredCall]:
         """Return the calls of open trajectories since then that were not answered, oldest first."""
         calls, trajectories = schema.calls, schema.trajectories
-        failed = sa.and_(calls.c.state == CallState.FAILED, sa.or_(calls.c.status >= 500, calls.c.status.in_(_RETRIED)))
         later = calls.alias("later")
         repeated = sa.exists().where(
             later.c.trajectory_id == calls.c.trajectory_id,
@@ -109,7 +106,7 @@ class ResumeState:
         query = (
             sa.select(calls, trajectories.c.purpose, trajectories.c.last_active_at, *_FAMILY)
             .join(trajectories, trajectories.c.id == calls.c.trajectory_id)
-            .where(_open(since), calls.c.started_at >= since, sa.or_(calls.c.state.in_(_LOST), failed), ~repeated)
+            .where(_open(since), calls.c.started_at >= since, calls.c.state.in_(UNANSWERED), ~repeated)
             .order_by(calls.c.id.desc())
             .limit(limit)
         )

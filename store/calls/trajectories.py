@@ -28,6 +28,7 @@ from ratchet.store.errors import InvalidTransition, RecordDamaged, RecordNotFoun
 from ratchet.store.records import GATHERED, Call, Trajectory, Transcript
 from ratchet.store.records.base import row_to
 from ratchet.store.states import (
+    CUT_OFF,
     FINISH,
     IDLE,
     TRAJECTORY_TRANSITIONS,
@@ -168,15 +169,11 @@ class Trajectories:
         return found
 
     def ended_by_failure(self, trajectory_ids: Sequence[str]) -> set[str]:
-        """Return the trajectories whose last call was cut off by the upstream or the proxy.
-
-        Such a call has no recorded end, or a status of 500 or above.
-        """
+        """Return the trajectories whose last call was cut off by the engine, its server or the proxy."""
         calls = schema.calls
         last = sa.select(sa.func.max(calls.c.id)).where(calls.c.trajectory_id.in_(trajectory_ids))
-        unseen = calls.c.state.in_([CallState.STARTED, CallState.INTERRUPTED])
         query = sa.select(calls.c.trajectory_id).where(
-            calls.c.id.in_(last.group_by(calls.c.trajectory_id)), sa.or_(unseen, calls.c.status >= 500)
+            calls.c.id.in_(last.group_by(calls.c.trajectory_id)), calls.c.state.in_(CUT_OFF)
         )
         with read(self._engine) as connection:
             return set(connection.scalars(query))
@@ -247,7 +244,7 @@ class Trajectories:
         not change the result once there are `limit` tasks.
         """
         trajectories, calls = schema.trajectories, schema.calls
-        whole = sa.and_(calls.c.state == CallState.ANSWERED, calls.c.status == 200, calls.c.dialect != "completions")
+        whole = sa.and_(calls.c.state == CallState.ANSWERED, calls.c.dialect != "completions")
         # Without a task name, the first prompt and the tools identify the task, as in `cohort_of`.
         named = sa.func.coalesce(trajectories.c.task, "") != ""
         task = (

@@ -96,7 +96,7 @@ def add_usage(connection: sa.Connection, ended: Iterable[CallEnded]) -> None:
     for end in ended:
         row = sums[_place(end)]
         row[0] += 1
-        row[1] += end.state == CallState.FAILED
+        row[1] += end.state in (CallState.REFUSED, CallState.FAILED)
         row[2] += end.prompt_tokens
         row[3] += end.completion_tokens
     if sums:

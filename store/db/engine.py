@@ -23,7 +23,7 @@ from ratchet.store.db.sqlite_files import watch_files
 from ratchet.store.errors import RecordNotFound, SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
 from ratchet.store.install_hint import install_hint
 
-HEAD = "0001_shared_parents"  # the schema's version: another one with every change of the tables, which a test demands
+HEAD = "0002_refused_calls"  # the schema's version: another one with every change of the tables, which a test demands
 _WAL_SECONDS = 15.0
 # PostgreSQL's errors that are no OperationalError and yet about the server's state, not about a statement's values:
 # read-only (a standby), a statement that a connection pooler's other server has not prepared, or has, privileges, a

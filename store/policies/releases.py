@@ -27,7 +27,7 @@ _NO_OUTCOME = (
     DropReason.EVAL, DropReason.HELD_OUT, DropReason.OTHER_ROLE, DropReason.ABANDONED, DropReason.DOCTOR,
     DropReason.MEMBER_DELETED, DropReason.INCOMPLETE, DropReason.ROLLED_BACK, DropReason.MOVED,
 )  # fmt: skip
-_FAILED = (CallState.FAILED, CallState.INTERRUPTED)
+_FAILED = (CallState.REFUSED, CallState.FAILED, CallState.INTERRUPTED)
 
 
 class Releases:

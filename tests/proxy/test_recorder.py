@@ -74,7 +74,7 @@ class JournalRecording:
         """End a call; return whether it is durable."""
         call = self._calls.pop(opened.start.call_id)
         call.encoder.whole(json.dumps(_REPLY).encode())
-        _, future = self._recorder.record_end(call, ANSWERED)
+        _, future = self._recorder.record_end(call, ANSWERED, 200)
         assert future is not None
         return await future
 

@@ -175,11 +175,11 @@ def test_answers_come_in_batches_of_whole_trajectories_with_few_queries(store: S
 
 
 def test_open_attempts_are_those_that_nobody_repeated(store: Store) -> None:
-    lost = {"call_1": 503, "call_2": 429, "call_3": 400, "call_4": 500}
-    for number, (name, status) in enumerate(lost.items()):
+    lost = {"call_1": "failed", "call_2": "aborted", "call_3": "refused", "call_4": "failed"}
+    for number, (name, state) in enumerate(lost.items()):
         start = call_start(name, f"t{number}", at=float(number))
         failed = ended(start, tool_call(), ids=())
-        store.calls.ship([msgspec.structs.replace(failed, state=CallState.FAILED, status=status)])
+        store.calls.ship([msgspec.structs.replace(failed, state=CallState(state), status=200)])
     store.calls.ship([call_start("call_5", "t5", at=5.0)])
     store.calls.mark_interrupted(["call_5"])
     store.calls.ship([ended(call_start("call_6", "t3", at=6.0, linked_by="retry"), tool_call())])

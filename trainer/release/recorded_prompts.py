@@ -100,10 +100,7 @@ def _newest_calls(store: Store, alias: str) -> Iterator[Call]:
 
 
 def _is_suitable(call: Call) -> bool:
-    return (
-        call.status == 200 and call.dialect != "completions" and call.untrainable != "image"
-        and has_sampling_parameters(call)
-    )  # fmt: skip
+    return call.dialect != "completions" and call.untrainable != "image" and has_sampling_parameters(call)
 
 
 def _read(store: Store, call: Call) -> RecordedPrompt | None:

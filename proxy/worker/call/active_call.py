@@ -7,20 +7,24 @@
     RECORDED   the end record was passed to the journal       REPORTED
     REPORTED   metrics, log line and span have the end        -
 
-A call is recorded exactly once, with one of these outcomes. If the client already has the head, the status is 200.
+A call is recorded exactly once, with one `CallOutcome`: how it ended, by what the engine said of the answer. Linking,
+the store (`cut_off`) and retries read its state. The HTTP status that went out is recorded for people only: once the
+head of a stream is out, it says nothing about the answer.
 
-    outcome              state     status       error label          cause
-    -------------------  --------  -----------  -------------------  ---------------------------------------------
-    ANSWERED             answered  200          -                    a complete response
-    stream_failed        failed    200          stream_error         vLLM sent an error event in its stream
-    refused              failed    vLLM's       status_4xx, _5xx     vLLM answered with an error
-    upstream_failed      failed    the error's  the error's class    no complete response from vLLM
-    fell_back            failed    the error's  the error's class    the same, and another model answers
-    CLIENT_DISCONNECTED  aborted   499          client_disconnected  the client closed its connection
-    SHUTTING_DOWN        aborted   503          shutting_down        the proxy stopped
-    INTERNAL_FAILURE     failed    500          internal_error       a bug in the proxy
+    outcome              state     error label          cause
+    -------------------  --------  -------------------  ---------------------------------------------
+    outcome_of           answered  -                    a complete response
+    outcome_of           failed    stream_error         vLLM sent an error event in its stream
+    outcome_of           failed    the error's class    vLLM did not complete its answer
+    refused              refused   status_4xx           vLLM refused the request
+    refused              failed    status_4xx, _5xx     vLLM failed, or the request may succeed later
+    upstream_failed      failed    the error's class    no complete response from vLLM
+    fell_back            failed    the error's class    the same, and another model answers
+    CLIENT_DISCONNECTED  aborted   client_disconnected  the client closed its connection
+    SHUTTING_DOWN        failed    shutting_down        the proxy stopped
+    INTERNAL_FAILURE     failed    internal_error       a bug in the proxy
 
-After an aborted or a retryable outcome, and if a recorded answer could not be sent, linking expects a retry.
+After an aborted or a failed call, and if a recorded answer could not be sent, linking expects a retry.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.proxy.worker.call.fallbacks import NO_FALLBACKS, Fallbacks
 from ratchet.store.records import CallEnded, CallStarted
-from ratchet.store.states import CallState
+from ratchet.store.states import UNANSWERED, CallState
 
 SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 
@@ -71,7 +75,6 @@ class CallOutcome(NamedTuple):
     """How a call ended; `failure` is its error label in the metrics, `error` the message in its record."""
 
     state: CallState
-    status: int
     failure: str | None = None
     error: str | None = None
     falls_back: bool = False  # another model answers
@@ -79,35 +82,45 @@ class CallOutcome(NamedTuple):
     @property
     def is_retryable(self) -> bool:
         """Whether its client may send the same request again."""
-        if self.falls_back:
-            return False
-        return self.state == CallState.ABORTED or self.status in _RETRIED or self.status >= 500
+        return self.state in UNANSWERED and not self.falls_back
 
 
-ANSWERED = CallOutcome(CallState.ANSWERED, 200)
-CLIENT_DISCONNECTED = CallOutcome(CallState.ABORTED, 499, "client_disconnected", "the client disconnected")
-SHUTTING_DOWN = CallOutcome(CallState.ABORTED, 503, "shutting_down", "the proxy was stopped")
-INTERNAL_FAILURE = CallOutcome(CallState.FAILED, 500, INTERNAL_ERROR, "the proxy failed")
+ANSWERED = CallOutcome(CallState.ANSWERED)
+CLIENT_DISCONNECTED = CallOutcome(CallState.ABORTED, "client_disconnected", "the client disconnected")
+SHUTTING_DOWN = CallOutcome(CallState.FAILED, "shutting_down", "the proxy was stopped")
+INTERNAL_FAILURE = CallOutcome(CallState.FAILED, INTERNAL_ERROR, "the proxy failed")
 
 
-def stream_failed(message: str) -> CallOutcome:
-    """Return the outcome of a stream with an error event."""
-    return CallOutcome(CallState.FAILED, 200, "stream_error", message)
+def outcome_of(capture: Capture) -> CallOutcome:
+    """Return the outcome of a call whose response has ended."""
+    cut = capture.cut()
+    if cut is None:
+        return ANSWERED
+    if capture.error is None:
+        return upstream_failed(cut)
+    # Once the engine has sampled, it is the engine that failed, whatever status its error states.
+    state = CallState.FAILED if capture.has_begun else _state_of(cut.status)
+    return CallOutcome(state, "stream_error", str(cut))
 
 
-def refused(status: int, message: str, *, head_sent: bool) -> CallOutcome:
+def refused(status: int, message: str) -> CallOutcome:
     """Return the outcome of a call that vLLM answered with an error."""
-    return CallOutcome(CallState.FAILED, 200 if head_sent else status, f"status_{status // 100}xx", message)
+    return CallOutcome(_state_of(status), f"status_{status // 100}xx", message)
 
 
-def upstream_failed(error: UpstreamError, *, head_sent: bool) -> CallOutcome:
+def upstream_failed(error: UpstreamError) -> CallOutcome:
     """Return the outcome of a call without a complete response."""
-    return CallOutcome(CallState.FAILED, 200 if head_sent else error.status, error_label(error), str(error))
+    return CallOutcome(_state_of(error.status), error_label(error), str(error))
 
 
 def fell_back(error: UpstreamError) -> CallOutcome:
     """Return the outcome of a call that another model answers: the client has no reason to repeat it."""
-    return upstream_failed(error, head_sent=False)._replace(falls_back=True)
+    return upstream_failed(error)._replace(falls_back=True)
+
+
+def _state_of(status: int) -> CallState:
+    """Return the state after an error of this status: refused, unless the same request may succeed later."""
+    return CallState.FAILED if status >= 500 or status in _RETRIED else CallState.REFUSED
 
 
 class OpenCall(msgspec.Struct):

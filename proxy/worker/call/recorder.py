@@ -119,11 +119,16 @@ class Recorder:
                 return place
         return 0
 
-    def record_end(self, call: ActiveCall, outcome: CallOutcome) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
-        """Commit the end record; return the call's answers, and the future that the last byte waits for."""
+    def record_end(
+        self, call: ActiveCall, outcome: CallOutcome, status: int
+    ) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
+        """Commit the end record; return the call's answers, and the future that the last byte waits for.
+
+        `status` is what the client gets, for people who read the record.
+        """
         open_call = call.open_call
         try:
-            record, leaves = _assemble_safely(call, outcome, time.time())
+            record, leaves = _assemble_safely(call, outcome, status, time.time())
             if self._redactor is not None:
                 record = self._redactor.redact_end(record, leaves, redacted=open_call.redacted)
             open_call.ended = record
@@ -143,16 +148,19 @@ class Recorder:
         self._durable.add(hashes)
 
 
-def _assemble_safely(call: ActiveCall, outcome: CallOutcome, now: float) -> tuple[CallEnded, list[Leaf]]:
+def _assemble_safely(call: ActiveCall, outcome: CallOutcome, status: int, now: float) -> tuple[CallEnded, list[Leaf]]:
     """Return `assemble`'s result; for an unreadable response, an end record without choices."""
     try:
-        return assemble(call, call.capture, outcome, now)
+        return assemble(call, call.capture, outcome, status, now)
     except Exception as error:
         log.exception("event=response_not_recorded call=%s reason=%r", call.start.call_id, str(error))
-        return assemble(call, Capture("", asks_ids=False, asks_logprobs=False, asks_usage=False), outcome, now)
+        nothing = Capture("", asks_ids=False, asks_logprobs=False, asks_usage=False)
+        return assemble(call, nothing, outcome, status, now)
 
 
-def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: float) -> tuple[CallEnded, list[Leaf]]:
+def assemble(
+    call: ActiveCall, capture: Capture, outcome: CallOutcome, status: int, now: float
+) -> tuple[CallEnded, list[Leaf]]:
     """Return the end record of a call, and its answers as leaves that later requests may continue."""
     open_call, start = call.open_call, call.open_call.start
     context, new_ids = _new_prompt_ids(open_call, capture.prompt_ids)
@@ -187,7 +195,7 @@ def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: floa
         start=start,
         state=outcome.state,
         ended_at=now,
-        status=outcome.status,
+        status=status,
         context=context,
         prompt_ids=new_ids,
         prompt_tokens=capture.prompt_tokens,
@@ -214,8 +222,8 @@ def _new_prompt_ids(open_call: OpenCall, prompt: bytes) -> tuple[str, bytes]:
 
 
 def _untrainable_reason(open_call: OpenCall, capture: Capture, outcome: CallOutcome) -> str | None:
-    failed = outcome.state == CallState.FAILED
-    reason = open_call.untrainable or ("failed" if failed else capture.untrainable())
+    failed = outcome.state in (CallState.FAILED, CallState.REFUSED)
+    reason = open_call.untrainable or (str(outcome.state) if failed else capture.untrainable())
     if reason and open_call.start.purpose == OTHER and not failed:
         return "other_model"  # its server does not return ids
     return reason

@@ -34,6 +34,7 @@ from ratchet.proxy.messages.link_records import CallIdentity, Placement
 from ratchet.proxy.model_list import FallbackRules
 from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.asgi import CALLER, CLIENT_LEFT, KEY_ID, client_address, headers_of, read_body, send_bytes
+from ratchet.proxy.wire.capture import error_in
 from ratchet.proxy.wire.context_limit import parse_context_overflow
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.proxy.wire.upstream_response import DONE, SseParser, UpstreamResponse
@@ -49,11 +50,15 @@ from ratchet.proxy.worker.http.disconnect_watch import DisconnectWatch
 from ratchet.proxy.worker.http.sse_keep_alive import SseKeepAlive
 from ratchet.store.ids import new_id
 from ratchet.store.records import CallStarted
+from ratchet.store.states import CallState
 
 log = logging.getLogger("ratchet.proxy")
 
 _FORWARDED_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")  # of an upstream's error response
 _DRAIN_SECONDS = 1.0
+_CLIENT_LEFT = 499  # recorded as status of a call whose client disconnected
+_NO_STREAM = (b"{", b"[", b"<")  # JSON or HTML: server-sent events begin with a field's name or a colon
+_LOGPROBS_REFUSED = (b"logprob", b"JSON compliant")  # in vLLM's refusals; the second one of a logprob that is NaN
 
 
 class CallLimits(NamedTuple):
@@ -152,20 +157,20 @@ class CallEndpoint:
                     await self._fail(call, error, send, watch)
                 else:
                     self._observer.upstream_failed(error.code or "other")
-                    self._record_end(call, active_call.fell_back(error))
+                    self._record_end(call, active_call.fell_back(error), error.status)
                     return error
             except ClientDisconnected:
                 watch.client_left = True
-                self._abandon(call, active_call.CLIENT_DISCONNECTED)
+                self._abandon(call, active_call.CLIENT_DISCONNECTED, _CLIENT_LEFT)
             except asyncio.CancelledError:
                 if not watch.client_left:
                     await self._stop(call, send, watch)
                 else:
-                    self._abandon(call, active_call.CLIENT_DISCONNECTED)
+                    self._abandon(call, active_call.CLIENT_DISCONNECTED, _CLIENT_LEFT)
                 watch.uncancel_task()
             finally:
                 if call.phase in (CallPhase.OPEN, CallPhase.HEAD_SENT):  # a bug: the trajectory must not stay open
-                    self._record_end(call, active_call.INTERNAL_FAILURE)
+                    self._record_end(call, active_call.INTERNAL_FAILURE, 500)
                 self._observer.call_ended(call)
                 if reservation is not None:
                     reservation.use(call.capture.tokens(), left=watch.client_left)
@@ -225,16 +230,24 @@ class CallEndpoint:
         if call.request.streamed and self._limits.keep_alive_seconds:
             keep_alive = SseKeepAlive(send, self._limits.keep_alive_seconds, call.stream_head, call.mark_head_sent)
         try:
-            response = await self._forward(call, trace)
-            try:
-                if response.status != 200:
-                    await self._refuse(call, response, send, watch, keep_alive)
-                elif call.request.streamed:
-                    await self._stream(call, response, send, watch, keep_alive)
-                else:
-                    await self._send_whole(call, response, send, watch)
-            finally:
-                response.close()
+            while True:
+                response = await self._forward(call, trace)
+                try:
+                    if response.status == 200 and call.request.streamed:
+                        await self._stream(call, response, send, watch, keep_alive)
+                        return
+                    if response.status == 200:
+                        await self._send_whole(call, response, send, watch)
+                        return
+                    if response.status < 400:
+                        raise UpstreamDisconnected(f"answered a call with status {response.status}", url=response.url)
+                    body = await response.read()
+                    if not _is_refused_for_logprobs(call.request, response.status, body):
+                        await self._refuse(call, response, body, response.status, send, watch, keep_alive)
+                        return
+                finally:
+                    response.close()
+                call.request = msgspec.structs.replace(call.request, adds_logprobs=False)
         finally:
             if keep_alive is not None:
                 keep_alive.stop()
@@ -255,9 +268,15 @@ class CallEndpoint:
         call.upstream_seconds += time.perf_counter() - waiting_since
         call.first_byte_at = time.time()
         encode = call.encoder.whole
-        payload = await run_parsing(encode, body) if len(body) > LARGE else encode(body)
+        try:
+            payload = await run_parsing(encode, body) if len(body) > LARGE else encode(body)
+        except UpstreamDisconnected:
+            if (status := error_in(body)) is None:
+                raise
+            await self._refuse(call, response, body, status, send, watch, None)
+            return
         watch.check()
-        await _wait(self._record_end(call, active_call.ANSWERED))
+        await _wait(self._record_end(call, active_call.outcome_of(call.capture), 200))
         await _send_last(call, 200, payload, call.headers(), send, watch)
 
     async def _stream(
@@ -269,6 +288,14 @@ class CallEndpoint:
         keep_alive: SseKeepAlive | None,
     ) -> None:
         """Pass on a stream; its last events wait until the end is durable."""
+        pieces = response.pieces()
+        piece = await anext(pieces, None)
+        if piece is not None and piece.lstrip().startswith(_NO_STREAM):
+            body = piece + b"".join([piece async for piece in pieces])
+            if (status := error_in(body)) is None:
+                raise UpstreamDisconnected("did not answer with server-sent events", url=response.url)
+            await self._refuse(call, response, body, status, send, watch, keep_alive)
+            return
         if keep_alive is not None:
             await keep_alive.wait_for_write()
         if head := call.stream_head():
@@ -276,25 +303,21 @@ class CallEndpoint:
             await send(head)
         call.overhead_at_send = call.overhead()
         parser = SseParser()
-        pieces = response.pieces()
-        async for piece in pieces:
-            out, done = _encode_events(call.encoder, parser, piece)
+        while piece is not None:
+            out, call.capture.is_done = _encode_events(call.encoder, parser, piece)
             if out:
                 await send({"type": "http.response.body", "body": b"".join(out), "more_body": True})
                 if keep_alive is not None:
                     keep_alive.mark_sent()
                 if call.first_byte_at is None:
                     call.first_byte_at = time.time()
-            if done:
-                break
-        else:
+            piece = None if call.capture.is_done else await anext(pieces, None)
+        outcome = active_call.outcome_of(call.capture)
+        if outcome.state != CallState.ANSWERED and not call.capture.is_done and call.capture.error is None:
             raise UpstreamDisconnected("ended its stream without [DONE]", url=response.url)
         watch.check()
-        error = call.capture.error
-        if not error:
-            call.capture.check_numbering()
         last_events = call.encoder.end()
-        await _wait(self._record_end(call, active_call.stream_failed(error) if error else active_call.ANSWERED))
+        await _wait(self._record_end(call, outcome, 200))
         watch.stop()
         if keep_alive is not None:
             keep_alive.stop()
@@ -309,37 +332,36 @@ class CallEndpoint:
         self,
         call: ActiveCall,
         response: UpstreamResponse,
+        body: bytes,
+        status: int,
         send: Send,
         watch: DisconnectWatch,
         keep_alive: SseKeepAlive | None,
     ) -> None:
-        """Pass on an upstream's error response: status, body and retry headers; as an event if the head was sent."""
-        if response.status < 400:
-            raise UpstreamDisconnected(f"answered a call with status {response.status}", url=response.url)
-        body, message = self._dialect.shape.encode_upstream_error(response.status, await response.read())
-        error = parse_context_overflow(response.status, message) or upstream_refusal(message, response.status)
+        """Pass on an upstream's error: status, body and retry headers; as an event if the head was sent."""
+        body, message = self._dialect.shape.encode_upstream_error(status, body)
+        error = parse_context_overflow(status, message) or upstream_refusal(message, status)
         if call.falls_back(error):
             raise error
         if keep_alive is not None:
             keep_alive.stop()
-        head_sent = call.head_sent
-        outcome = active_call.refused(response.status, message, head_sent=head_sent)
+        head_sent, outcome = call.head_sent, active_call.refused(status, message)
         self._observer.upstream_failed(str(outcome.failure))
-        await _wait(self._record_end(call, outcome))
+        await _wait(self._record_end(call, outcome, status))
         if head_sent:
             watch.stop()
             await send({"type": "http.response.body", "body": call.encoder.failed(error)})
             return
         headers = call.headers()
         headers += [(n.encode(), response.headers[n].encode()) for n in _FORWARDED_HEADERS if n in response.headers]
-        await _send_last(call, response.status, body, headers, send, watch)
+        await _send_last(call, status, body, headers, send, watch)
 
     async def _fail(self, call: ActiveCall, error: UpstreamError, send: Send, watch: DisconnectWatch) -> None:
         """Answer with an upstream failure, as an error event if the head was sent."""
         self._observer.upstream_failed(error.code or "other")
         log.warning("event=call_failed call=%s reason=%r", call.start.call_id, str(error))
         head_sent = call.head_sent
-        await _wait(self._record_end(call, active_call.upstream_failed(error, head_sent=head_sent)))
+        await _wait(self._record_end(call, active_call.upstream_failed(error), error.status))
         if head_sent:
             watch.stop()
             await send({"type": "http.response.body", "body": call.encoder.failed(error)})
@@ -352,24 +374,28 @@ class CallEndpoint:
     async def _stop(self, call: ActiveCall, send: Send, watch: DisconnectWatch) -> None:
         """End a call that the stopping server cancels. Raises CancelledError, unless an event could end its stream."""
         head_sent = call.head_sent
-        self._abandon(call, active_call.SHUTTING_DOWN)
+        self._abandon(call, active_call.SHUTTING_DOWN, stopped().status)
         if not head_sent:
             raise asyncio.CancelledError
         watch.stop()
         await send({"type": "http.response.body", "body": call.encoder.failed(stopped())})
 
-    def _abandon(self, call: ActiveCall, outcome: CallOutcome) -> None:
+    def _abandon(self, call: ActiveCall, outcome: CallOutcome, status: int) -> None:
         """End a call early: its client disconnected or the proxy stops. The tokens so far are recorded."""
         if call.phase in (CallPhase.OPEN, CallPhase.HEAD_SENT):
-            self._record_end(call, outcome)
+            self._record_end(call, outcome, status)
         else:  # recorded, but the response was not sent
             self._admission.mark_unanswered(call.open_call.placement)
 
-    def _record_end(self, call: ActiveCall, outcome: CallOutcome) -> list[asyncio.Future[bool] | None]:
-        """Record the end of a call; return what the last byte waits for: the journal's commit, the coordinator."""
+    def _record_end(self, call: ActiveCall, outcome: CallOutcome, status: int) -> list[asyncio.Future[bool] | None]:
+        """Record the end of a call; return what the last byte waits for: the journal's commit, the coordinator.
+
+        `status` is the answer's; a client that has the head of a stream got 200.
+        """
+        sent = 200 if call.head_sent and status != _CLIENT_LEFT else status
         call.enter(CallPhase.RECORDED)
         call.failure = outcome.failure
-        leaves, durable = self._recorder.record_end(call, outcome)
+        leaves, durable = self._recorder.record_end(call, outcome, sent)
         open_call = call.open_call
         linked = self._admission.end_call(
             open_call.placement, open_call.ended, leaves, time.time(), retryable=outcome.is_retryable
@@ -402,6 +428,13 @@ def _encode_events(encoder: ResponseEncoder, parser: SseParser, piece: bytes) ->
         elif events := encoder.chunk(data):
             out.append(events)
     return out, False
+
+
+def _is_refused_for_logprobs(request: ChatRequest, status: int, body: bytes) -> bool:
+    """Return whether vLLM refused a call for the logprobs that only the record needs."""
+    if status != 400 or request.asks_logprobs or not request.adds_logprobs:
+        return False
+    return any(text in body for text in _LOGPROBS_REFUSED)
 
 
 async def _wait(pending: Sequence[asyncio.Future[bool] | None]) -> None:

@@ -128,7 +128,7 @@ def find_single_call(recorded: Transcript) -> Call | None:
     call = recorded.calls[0]
     if call.context != "root" or call.parent_call is not None or call.dialect == "completions":
         return None
-    if call.status != 200 or len(call.choices) != 1 or why_untrainable(call, call.choices[0]):
+    if len(call.choices) != 1 or why_untrainable(call, call.choices[0]):
         return None
     complete = all(value is not True or name in _FLAGS for name, value in call.sampling.items())
     return call if complete and call.prompt_ids else None
