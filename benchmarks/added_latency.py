@@ -48,7 +48,7 @@ _USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 
 
 @dataclass(frozen=True)
-class Target:
+class CallTarget:
     """A server, its name of the model, its key, and additional fields of the body."""
 
     name: str
@@ -59,7 +59,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCall:
     """Seconds to the first and the last byte, or why the call failed; `overhead` as the proxy reports it."""
 
     first: float = 0.0
@@ -70,10 +70,10 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Block:
+class CallBlock:
     """Concurrent calls of one target, their wall time, and the proxy's CPU seconds."""
 
-    calls: list[Call]
+    calls: list[TimedCall]
     seconds: float
     cpu: float
 
@@ -85,22 +85,22 @@ class Measurement:
         self._chosen, self._web, self._cpu = chosen, web, cpu
         self._numbers = itertools.count()
 
-    async def run(self, targets: Sequence[Target]) -> dict[str, list[Block]]:
+    async def run(self, targets: Sequence[CallTarget]) -> dict[str, list[CallBlock]]:
         """Return the blocks of each target. Ends the program if no call of a target's warm-up succeeds."""
         chosen = self._chosen
         for target in targets:
             tried = (await self._block(target, chosen.concurrency)).calls
             if all(call.failure for call in tried):
                 sys.exit(f"{target.name} ({target.url}, model {target.model}): no call succeeds: {tried[0].failure}")
-        blocks: dict[str, list[Block]] = {target.name: [] for target in targets}
+        blocks: dict[str, list[CallBlock]] = {target.name: [] for target in targets}
         for turn in range(chosen.blocks):
             first = turn % len(targets)
             for target in (*targets[first:], *targets[:first]):
                 blocks[target.name].append(await self._block(target, max(1, chosen.calls // chosen.blocks)))
         return blocks
 
-    async def _block(self, target: Target, count: int) -> Block:
-        left, calls = iter(range(count)), list[Call]()
+    async def _block(self, target: CallTarget, count: int) -> CallBlock:
+        left, calls = iter(range(count)), list[TimedCall]()
 
         async def work() -> None:
             for _ in left:
@@ -108,9 +108,9 @@ class Measurement:
 
         used, began = self._cpu() if self._cpu else 0.0, time.perf_counter()
         await asyncio.gather(*(work() for _ in range(min(self._chosen.concurrency, count))))
-        return Block(calls, time.perf_counter() - began, (self._cpu() if self._cpu else 0.0) - used)
+        return CallBlock(calls, time.perf_counter() - began, (self._cpu() if self._cpu else 0.0) - used)
 
-    async def _call(self, target: Target) -> Call:
+    async def _call(self, target: CallTarget) -> TimedCall:
         began, first, content = time.perf_counter(), 0.0, b""
         try:
             async with self._web.post(
@@ -120,14 +120,14 @@ class Measurement:
                     first = first or time.perf_counter() - began
                     content += piece
         except (aiohttp.ClientError, TimeoutError) as error:
-            return Call(failure=f"{type(error).__name__}: {error}")
+            return TimedCall(failure=f"{type(error).__name__}: {error}")
         whole = time.perf_counter() - began
         if answer.status != 200 or b'{"error"' in content:  # text of the model would be escaped
-            return Call(failure=f"{answer.status}: {content[:300].decode('utf-8', 'replace')}")
+            return TimedCall(failure=f"{answer.status}: {content[:300].decode('utf-8', 'replace')}")
         tokens, overhead = _USAGE.findall(content), answer.headers.get("x-ratchet-overhead-ms")
-        return Call(first, whole, int(tokens[-1]) if tokens else 0, float(overhead) / 1000 if overhead else None)
+        return TimedCall(first, whole, int(tokens[-1]) if tokens else 0, float(overhead) / 1000 if overhead else None)
 
-    def _body(self, target: Target) -> dict[str, Any]:
+    def _body(self, target: CallTarget) -> dict[str, Any]:
         text = " ".join(itertools.islice(itertools.cycle(_WORDS), self._chosen.prompt_words))
         prompt = f"{time.time_ns() % 10**9:09d}{next(self._numbers):06d} {text}"
         streamed = {"stream": True, "stream_options": {"include_usage": True}} if self._chosen.stream else {}
@@ -137,7 +137,7 @@ class Measurement:
         }  # fmt: skip
 
 
-def figures(name: str, blocks: Sequence[Block]) -> dict[str, Any]:
+def figures(name: str, blocks: Sequence[CallBlock]) -> dict[str, Any]:
     """Return the figures of one target; percentiles in milliseconds."""
     calls = [call for block in blocks for call in block.calls]
     good = [call for call in calls if call.failure is None]
@@ -164,7 +164,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     return {name: 1000 * order[math.ceil(share * len(order)) - 1] for name, share in ranks.items()} if order else None
 
 
-def added(one: str, other: str, what: str, blocks: dict[str, list[Block]]) -> dict[str, Any] | None:
+def added(one: str, other: str, what: str, blocks: dict[str, list[CallBlock]]) -> dict[str, Any] | None:
     """Return the milliseconds that a target adds to the median of `what` ("first" or "whole"), None without a turn."""
     differences = []
     for ours, theirs in zip(blocks[one], blocks[other], strict=True):
@@ -187,7 +187,7 @@ def interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]
     return (order[outside - 1], order[count - outside]) if outside else (None, None)
 
 
-async def targets_of(chosen: argparse.Namespace, web: aiohttp.ClientSession) -> list[Target]:
+async def targets_of(chosen: argparse.Namespace, web: aiohttp.ClientSession) -> list[CallTarget]:
     """Return the targets. Ends the program if a server does not list the model."""
     key, vllm_key = os.environ.get("RATCHET_API_KEYS", "").split(",")[0], os.environ.get("RATCHET_UPSTREAM_API_KEY")
     known = await _models(web, chosen.proxy, key, "--proxy")
@@ -205,9 +205,9 @@ async def targets_of(chosen: argparse.Namespace, web: aiohttp.ClientSession) -> 
         name = candidates[0]
     ids = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
     return [
-        Target(DIRECT, chosen.upstream, name, vllm_key),
-        Target(WITH_IDS, chosen.upstream, name, vllm_key, ids),
-        Target(PROXIED, chosen.proxy, version, key),
+        CallTarget(DIRECT, chosen.upstream, name, vllm_key),
+        CallTarget(WITH_IDS, chosen.upstream, name, vllm_key, ids),
+        CallTarget(PROXIED, chosen.proxy, version, key),
     ]
 
 

@@ -39,11 +39,11 @@ def judge(trajectory: Mapping[str, Any], task: Mapping[str, Any] | str | None = 
         "searched": float("search_inbox" in used),
         "read": float("read_email" in used),
     }
-    said = "no answer was returned" if given is None else f"answered {given!r}"
+    text = "no answer was returned" if given is None else f"answered {given!r}"
     return {
         "score": float(correct),
         "components": components,
-        "explanation": f"{said}; " + ("correct" if correct else f"the correct answer is {attempted.answer!r}"),
+        "explanation": f"{text}; " + ("correct" if correct else f"the correct answer is {attempted.answer!r}"),
     }
 
 

@@ -1,4 +1,4 @@
-"""What the model is told: the opening of a rollout, and the three tools with their effect on the mailbox.
+"""The opening of a rollout, and the three tools: their JSON schemas, and their effect on the mailbox.
 
 `call_tool` never raises on input from a model: each mistake has a failure class and a short error text for the model.
 """
