@@ -32,7 +32,7 @@ _NOT_DISCRIMINATING = (
     "make the judge distinguish good answers from bad ones; `ratchet judge lint --trajectory ID` tests it further"
 )
 _TRY_LINT = "correct the judge or the example (a judge that reads the task's row needs --question '{...}')"
-_NEED_TRAFFIC = ("feedback", "next_state", "workflow")  # kinds whose input only traffic brings
+_NEED_TRAFFIC = ("feedback", "workflow")  # built-in kinds whose input only traffic brings
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,22 @@ def check_judge_quality(settings: Settings, example: JudgeExample | None = None)
     from ratchet.store.store import open_store
     from ratchet.trainer.controller.judges.make_judge import make_judge
     from ratchet.trainer.errors import TrainerError
+    from ratchet.trainer.settings.judge_specs import PluginSpec
 
     if not settings.has_judge:
         seen = "no judge is set: calls are recorded and nothing is trained"
         return CheckResult(_NAME, False, seen, "give --judge module:function or a YAML file, or set trainer.judge")
     try:
         spec = settings.trainer_settings(base_model=settings.base_model or "unused").judge
+        kind = spec.name if isinstance(spec, PluginSpec) else spec.kind
         judge = make_judge(spec, os.environ)
     except TrainerError as error:
         return CheckResult(_NAME, False, f"it cannot be loaded: {error}", "fix it, or set another one (trainer.judge)")
     try:
         with contextlib.closing(open_store(settings.store_url, create=False)) as store:
-            return proof(judge, spec.kind, store, settings.model, example)
+            return proof(judge, kind, store, settings.model, example)
     except StoreNotFound:
-        return _unrecorded(judge, spec.kind, example)
+        return _unrecorded(judge, kind, example)
     except StoreError as error:
         return CheckResult(_NAME, False, f"the store cannot be read: {error}", "see `ratchet store verify`")
     finally:
@@ -91,7 +93,7 @@ def proof(judge: Judge, kind: str, store: Store, alias: str, example: JudgeExamp
     failed = [verdict.failure for verdict in verdicts if verdict.failure is not None]
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
     seen = f"{judge.name} scored {len(scores)} recorded trajectories"
-    if kind in _NEED_TRAFFIC:  # not the answer, but what followed it decides the score
+    if _needs_traffic(kind):  # not the answer, but what followed it decides the score
         return CheckResult(_NAME, True, f"{seen}, {_range(scores)}") if scores else _without_traffic(judge)
     if failed:
         return CheckResult(
@@ -125,7 +127,13 @@ def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
 
 
 def _is_quick(kind: str) -> bool:
-    return kind in ("function", "answer", "behavior", *_NEED_TRAFFIC)
+    return kind in ("function", "answer", *_NEED_TRAFFIC)
+
+
+def _needs_traffic(kind: str) -> bool:
+    from ratchet.trainer.settings.judge_specs import plugin_traits
+
+    return kind in _NEED_TRAFFIC or bool(plugin_traits(kind).waits_for)
 
 
 def _insensitivity(judge: Judge, member: Transcript) -> str | None:
@@ -136,7 +144,7 @@ def _insensitivity(judge: Judge, member: Transcript) -> str | None:
 
 
 def _unrecorded(judge: Judge, kind: str, example: JudgeExample | None) -> CheckResult:
-    if kind in _NEED_TRAFFIC:
+    if _needs_traffic(kind):
         return _without_traffic(judge)
     if example is None:
         seen = "not checked: no recorded call yet; run the agent, or give --question and --answer"

@@ -7,9 +7,10 @@ from typing import Any
 
 from ratchet.errors import SettingsError
 from ratchet.proxy.model_list import ModelEntry
+from ratchet.trainer.settings.judge_specs import plugin_traits
 
 _PRICES = ("input_cost_per_token", "output_cost_per_token")
-_MODEL_KINDS = ("teacher", "ruler", "next_state")
+_MODEL_KINDS = ("teacher", "ruler")
 
 
 def judge_with_address(judge: Any, models: Sequence[ModelEntry], key: str) -> Any:
@@ -20,7 +21,7 @@ def judge_with_address(judge: Any, models: Sequence[ModelEntry], key: str) -> An
     if not isinstance(judge, Mapping):
         return judge
     kind = judge.get("kind")
-    if kind in _MODEL_KINDS:
+    if kind in _MODEL_KINDS or (isinstance(kind, str) and plugin_traits(kind).asks_model):
         if judge.get("model") is None and judge.get("base_url") is None:
             raise SettingsError(
                 f"{key}.model: field required: name a model of model_list (it has {_listed(models)}), or one that the "

@@ -83,7 +83,7 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ),
         ("", {"RATCHET_PROXY__KEEP_ALIVE_SECONDS": "inf"}, "proxy.keep_alive_seconds: must be a finite number"),
         (
-            "trainer: {judge: {kind: next_state, model: m, base_url: 'http://j', timeout_seconds: .inf}}",
+            "trainer: {judge: {kind: ruler, model: m, base_url: 'http://j', timeout_seconds: .inf}}",
             {},
             "timeout_seconds: must be a finite number",
         ),

@@ -15,8 +15,7 @@ from ratchet.trainer.settings.judge_specs import gives_only_ranks, read_spec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.trainer.test_rules import member
 
-OSLO = {"kind": "behavior", "rule": "pattern", "pattern": "Oslo"}
-ROME = {"kind": "behavior", "rule": "pattern", "pattern": "Rome"}
+OSLO, ROME = (f"tests.harness.trainer.judge_samples:says_{city}" for city in ("oslo", "rome"))
 RULER = {"kind": "ruler", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
 FEEDBACK = {"kind": "feedback", "within_seconds": 7}
 
@@ -26,7 +25,7 @@ def made(**spec: Any) -> Judge:
 
 
 def test_each_family_is_scored_by_its_own_judge_in_the_order_of_the_members() -> None:
-    judge = made(judges={"north": OSLO, "south/warm": ROME}, other={"kind": "behavior", "rule": "ended"})
+    judge = made(judges={"north": OSLO, "south/warm": ROME}, other={"kind": "workflow"})
     members = [member("Rome", "north/1"), member("Oslo", "north/2"), member("Rome.", "south/warm/1")]
     found = judge.judge("g", members).verdicts
     assert [(one.trajectory_id, one.score) for one in found] == [
@@ -57,7 +56,6 @@ def test_what_one_judge_needs_holds_for_the_whole() -> None:
     [
         ({"judges": {}}, "at least 1"),
         ({"judges": {"a": {"kind": "teacher", "base_url": "http://127.0.0.1:9/v1", "model": "m"}}}, "every family"),
-        ({"judges": {"a": {"kind": "behavior", "rule": "short", "limit": 1}}}, "the same score"),
     ],
 )
 def test_judges_that_cannot_work_are_refused_at_the_start(spec: dict[str, Any], words: str) -> None:

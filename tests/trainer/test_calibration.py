@@ -106,7 +106,7 @@ def test_the_noise_of_a_judge_is_measured_within_groups_from_repeated_scores() -
 
 def test_the_trainer_takes_the_noise_that_is_set_else_measured_else_assumed(store: Store, tmp_path: Path) -> None:
     ruler = {"kind": "ruler", "base_url": "http://127.0.0.1:1/v1", "model": "big"}
-    behavior = {"kind": "behavior", "rule": "short", "limit": 9}
+    function = {"kind": "function", "function": "a:b"}
 
     def noise(judge: dict[str, Any], **more: Any) -> float:
         settings = TrainerSettings(
@@ -115,12 +115,12 @@ def test_the_trainer_takes_the_noise_that_is_set_else_measured_else_assumed(stor
         )  # fmt: skip
         return judge_noise(settings, store, "v2")
 
-    assert noise(behavior) == 0.0
+    assert noise(function) == 0.0
     assert noise(ruler) == ASSUMED_NOISE
-    both = [{"name": "a", "judge": ruler, "weight": 1.0}, {"name": "b", "judge": behavior, "weight": 0.1}]
+    both = [{"name": "a", "judge": ruler, "weight": 1.0}, {"name": "b", "judge": function, "weight": 0.1}]
     assert noise({"kind": "composite", "parts": both}) == ASSUMED_NOISE
     store.observations.add("agent", "judge_noise", "v1", {"noise": 0.3})  # an earlier judge's
     assert noise(ruler) == ASSUMED_NOISE
     store.observations.add("agent", "judge_noise", "v2", {"noise": 0.04})
-    assert (noise(ruler), noise(behavior)) == (0.04, 0.04)
+    assert (noise(ruler), noise(function)) == (0.04, 0.04)
     assert noise(ruler, judge_noise=0.0) == 0.0

@@ -107,7 +107,7 @@ def test_the_feedback_judge_has_a_name_and_can_be_part_of_a_composite(store: Sto
     say(store, "t", 1.0)
     parts = [
         {"name": "liked", "weight": 1.0, "judge": {"kind": "feedback", "within_seconds": 5}},
-        {"name": "brief", "penalty": 0.5, "judge": {"kind": "behavior", "rule": "short", "limit": 4}},
+        {"name": "brief", "penalty": 0.5, "judge": "tests.harness.trainer.judge_samples:half"},
     ]
     spec = read_spec({"kind": "composite", "parts": parts})
     verdict = make_judge(spec, {}).judge(None, [read(store, "t")]).verdicts[0]

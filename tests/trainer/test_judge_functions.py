@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +20,7 @@ from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel
-from tests.trainer.test_rules import answers, made, member
+from tests.trainer.test_rules import made, member
 
 CODE = """
 import argparse, asyncio, functools, sys
@@ -210,57 +209,11 @@ def test_a_grader_is_sent_what_became_of_each_tool_call(store: Store) -> None:
     ]
 
 
-def test_an_answer_that_was_not_taken_has_no_say(store: Store) -> None:
+def test_an_answer_that_was_not_taken_has_no_say(store: Store, file: Path) -> None:
     run = with_tools(store, "t1", GOOD)
     (call,), (one,) = run.calls, run.tool_calls
     followed = msgspec.structs.replace(call, id="later", parent_call=call.id, parent_choice=0)
     unused = msgspec.structs.replace(one, choice=1, outcome=ToolOutcome.UNKNOWN_TOOL)
     both = msgspec.structs.replace(run, calls=(call, followed), tool_calls=(one, unused))
-    assert made(kind="behavior", rule="tools").judge("g", [both]).verdicts[0].score == 1.0
-
-
-def test_the_rule_tools_is_the_share_of_tool_calls_that_fit_and_did_not_fail(store: Store) -> None:
-    members = [
-        with_tools(store, "t1", GOOD, LAST),
-        with_tools(store, "t2", GOOD, GOOD, BROKEN, SLOW),
-        with_tools(store, "t3"),
-        with_tools(store, "t4", BROKEN),
-    ]
-    scores = [verdict.score for verdict in made(kind="behavior", rule="tools").judge("g", members).verdicts]
-    assert scores == [1.0, 0.5, 1.0, 0.0]
-
-
-def weighed(tmp_path: Path, *, right: float, tools: float, penalty: float = 0.0) -> dict[str, Any]:
-    right_answer = {"kind": "answer", "answers": answers(tmp_path, '{"task": "capital", "answer": "Oslo"}')}
-    parts: list[dict[str, Any]] = [
-        {"name": "right", "judge": right_answer, "weight": right},
-        {"name": "tools", "judge": {"kind": "behavior", "rule": "tools"}, "weight": tools},
-    ]
-    if penalty:
-        short = {"kind": "behavior", "rule": "short", "limit": 100}
-        parts.append({"name": "short", "judge": short, "penalty": penalty})
-    return {"kind": "composite", "parts": parts}
-
-
-def test_a_success_with_failing_tools_ranks_above_a_failure_with_good_ones(store: Store, tmp_path: Path) -> None:
-    judge = made(**weighed(tmp_path, right=0.75, tools=0.25, penalty=0.25))
-    task = {"task": "capital"}
-    answered_trajectory(store, "x", **task)
-    right = msgspec.structs.replace(with_tools(store, "t1", BROKEN), messages=member("Oslo").messages)
-    wrong = msgspec.structs.replace(with_tools(store, "t2", GOOD), messages=member("Rome").messages)
-    both = [
-        msgspec.structs.replace(one, trajectory=msgspec.structs.replace(one.trajectory, task="capital"))
-        for one in (right, wrong)
-    ]
-    good, bad = judge.judge("g", both).verdicts
-    assert good.components["tools"] == 0.0
-    assert bad.components["tools"] == 1.0
-    assert (good.score or 0.0) > (bad.score or 0.0)
-
-
-@pytest.mark.parametrize(("right", "tools", "penalty"), [(0.5, 0.5, 0.0), (0.2, 0.8, 0.0), (0.75, 0.25, 0.5)])
-def test_a_penalty_that_could_reverse_the_order_is_refused(
-    tmp_path: Path, right: float, tools: float, penalty: float
-) -> None:
-    with pytest.raises(ValidationError, match="a success could rank below a failure"):
-        made(**weighed(tmp_path, right=right, tools=tools, penalty=penalty))
+    (verdict,) = judge_of(f"{file}:outcomes").judge("g", [both]).verdicts
+    assert verdict.explanation == "tool0:valid:ok"

@@ -93,9 +93,7 @@ def test_a_monitor_that_fails_costs_an_alarm_and_nothing_else(store: Store, tmp_
 
 
 def test_the_error_for_an_unknown_or_missing_monitor_has_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"unknown monitor 'grafana' \(installed: absent, json_lines.*name"
-    ):
+    with pytest.raises(ValueError, match=r"unknown monitor 'grafana' \(installed: absent, json_lines.*name"):
         TrainerSettings(
             store="x", model="m", base_model="b", vllm=("http://x",), checkpoints=tmp_path, judge="a:b",
             report_to=("grafana",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.kinds.answer import contains, exact, last_number, numeric
-from ratchet.trainer.controller.judges.kinds.next_state import evidence
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel
 
 Message = dict[str, Any]
 
@@ -106,7 +104,7 @@ def test_a_broken_answers_file_is_named_with_its_line(tmp_path: Path, text: str,
 def composite(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     file = answers(tmp_path, '{"task": "capital", "answer": "Oslo"}')
     right = {"kind": "answer", "answers": file, "match": "contains"}
-    tidy = {"kind": "behavior", "rule": "pattern", "pattern": "Oslo"}
+    tidy = {"kind": "function", "function": "tests.harness.trainer.judge_samples:says_oslo"}
     parts = [{"name": "right", "judge": right, "weight": 1.0}, {"name": "tidy", "judge": tidy, "penalty": 0.25}]
     return {"kind": "composite", "parts": parts} | changes
 
@@ -143,8 +141,6 @@ def test_a_changed_rubric_is_another_version(tmp_path: Path) -> None:
         ({"kind": "rulers"}, "ruler"),
         ({"kind": "ruler", "base_url": "host", "model": "m"}, "not an http"),
         ({"kind": "ruler", "base_url": "http://h", "model": "m", "api_key": "sk-1"}, "api_key"),
-        ({"kind": "behavior", "rule": "pattern"}, "needs `pattern`"),
-        ({"kind": "behavior", "rule": "pattern", "pattern": "("}, "not a regular expression"),
     ],
 )
 def test_a_wrong_judge_setting_is_named_without_its_value(spec: dict[str, Any], wrong: str) -> None:
@@ -226,53 +222,6 @@ def test_a_composite_with_a_part_that_is_away_is_away() -> None:
     judgement = judge.judge("g", [member("Oslo")])
     judge.close()
     assert "`url` is right" in str(judgement.unavailable)
-
-
-def test_a_next_state_model_that_is_away_gets_one_request() -> None:
-    turns: list[Message] = [{"role": "assistant", "content": "Rome"}, {"role": "user", "content": "No."}]
-    with ScriptedJudgeModel().running() as model:
-        model.answers = [(401, "who are you")]
-        judge = made(kind="next_state", base_url=model.url, model="m")
-        judgement = judge.judge("g", [member("Oslo", before=turns), member("Bern", before=turns)])
-        judge.close()
-    assert "in RATCHET_JUDGE_API_KEY" in str(judgement.unavailable)
-    assert [verdict.failure for verdict in judgement.verdicts] == [judgement.unavailable] * 2
-
-
-def test_what_came_next_is_evidence_and_a_lone_answer_has_none() -> None:
-    turns: list[Message] = [
-        {"role": "assistant", "content": "Rome"},
-        {"role": "user", "content": "No, that is wrong."},
-    ]
-    with ScriptedJudgeModel().running() as model:
-        model.answers = [says({"answers": [{"number": 1, "shows": "bad"}]})]
-        judge = made(kind="next_state", base_url=model.url, model="m")
-        verdicts = judge.judge("g", [member("Oslo", before=turns), member("Oslo")]).verdicts
-        judge.close()
-    assert (verdicts[0].score, verdicts[0].components) == (0.0, {"turn_1": 0.0})
-    assert "no evidence" in (verdicts[1].failure or "")
-    assert json.loads(model.requests[0]["messages"][1]["content"])["answers"] == evidence(
-        [{"role": "user", "content": "?"}, *turns, {"role": "assistant", "content": "Oslo"}]
-    )
-
-
-def test_a_next_state_prompt_keeps_its_budget_and_asks_for_the_answers_that_it_shows() -> None:
-    turns: list[Message] = [{"role": "assistant", "content": "Rome"}, {"role": "user", "content": "Go on."}] * 3_000
-
-    def rate(request: dict[str, Any]) -> Any:
-        shown = json.loads(request["messages"][1]["content"])["answers"]
-        numbers = [turn["number"] for turn in shown if isinstance(turn, dict)]
-        return says({"answers": [{"number": number, "shows": "good"} for number in numbers]})
-
-    with ScriptedJudgeModel().running() as model:
-        model.answers = [rate]
-        judge = made(kind="next_state", base_url=model.url, model="m", context_tokens=1_000)
-        verdict = judge.judge("g", [member("Oslo", before=turns)]).verdicts[0]
-        judge.close()
-    assert len(model.requests[0]["messages"][1]["content"]) <= 3_000
-    assert verdict.score == 1.0
-    assert {"turn_1", "turn_3000"} <= set(verdict.components)
-    assert "context_tokens" in verdict.explanation
 
 
 def test_an_async_function_judges_its_members_at_once() -> None:

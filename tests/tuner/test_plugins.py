@@ -156,13 +156,8 @@ def test_a_plugin_judge_that_cannot_be_made_is_named(installed: Path) -> None:
 
 
 def test_an_unknown_kind_is_refused_with_the_built_in_kinds_and_the_plugins(installed: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown kind 'brevety': built in are function, .*plug-ins: brevity, openj"):
+    with pytest.raises(ValueError, match=r"unknown kind 'brevety': built in are function, .*plug-ins: .*brevity"):
         read_spec({"kind": "brevety"})
-
-
-def test_openjudge_names_its_wrong_settings() -> None:
-    with pytest.raises(JudgeError, match=r"judge openjudge: grader: Field required; colums: Extra inputs"):
-        make_judge(read_spec({"kind": "openjudge", "colums": {}}), {})
 
 
 def test_a_plugin_monitor_receives_the_rounds_of_training(installed: Path, tmp_path: Path) -> None:

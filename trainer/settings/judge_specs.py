@@ -6,10 +6,11 @@ RATCHET_GRADER_SECRET for HTTP graders, or the variable that `api_key_env` names
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -19,12 +20,14 @@ from pydantic import (
     ConfigDict,
     Field,
     TypeAdapter,
+    ValidationError,
     field_validator,
     model_validator,
 )
 
+from ratchet.trainer.errors import JudgeError, PluginError
 from ratchet.trainer.user_code.entry_points import ENTRY_POINT
-from ratchet.trainer.user_code.plugins import JUDGES, plugin_names
+from ratchet.trainer.user_code.plugins import JUDGES, load_plugin, missing_plugin_remedy, plugin_names
 
 DROP: Final = "drop"
 
@@ -62,11 +65,52 @@ def _models_url(url: str) -> str:
     return f"{_checked_url(url).removesuffix('/v1')}/v1"
 
 
-class _Spec(BaseModel):
+class JudgeSettings(BaseModel):
+    """The settings of one judge, built in or of a plug-in. Unknown names are errors."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
+    @classmethod
+    def of_plugin(cls, name: str, settings: Mapping[str, Any]) -> Self:
+        """Return the settings of a plug-in's judge. Raises JudgeError, which names the judge and each wrong setting."""
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            problems = [
+                ": ".join([*map(str, one["loc"]), one["msg"].removeprefix("Value error, ")]) for one in error.errors()
+            ]
+            raise JudgeError(f"judge {name}: {'; '.join(problems)}") from error
 
-class FunctionSpec(_Spec):
+
+@dataclass(frozen=True, slots=True)
+class JudgeTraits:
+    """What the settings know about a plug-in's judge: the attribute `traits` of its factory, if it has one.
+
+    asks_model      it asks the language model `model` at `base_url`: `model_list` may have it, and scores have noise
+    waits_for       what follows an answer and is judged, such as "the next message": a resample never gets it
+    rates_behavior  it scores how a trajectory went, not its answer: a composite never lets it outweigh the answer
+    """
+
+    asks_model: bool = False
+    waits_for: str = ""
+    rates_behavior: bool = False
+
+
+def plugin_traits(kind: str) -> JudgeTraits:
+    """Return the traits of a plug-in's judges by their kind; of a built-in kind, or a missing one, the defaults."""
+    try:
+        return JudgeTraits() if kind in KINDS else _traits(kind)
+    except PluginError:  # what makes the judge says why
+        return JudgeTraits()
+
+
+@cache
+def _traits(name: str) -> JudgeTraits:
+    found: JudgeTraits = getattr(load_plugin(JUDGES, name), "traits", JudgeTraits())
+    return found
+
+
+class FunctionSpec(JudgeSettings):
     """A Python function."""
 
     kind: Literal["function"] = "function"
@@ -82,7 +126,7 @@ class FunctionSpec(_Spec):
     )
 
 
-class AnswerSpec(_Spec):
+class AnswerSpec(JudgeSettings):
     """Compares the answer with the correct one of its task: 1 or 0."""
 
     kind: Literal["answer"]
@@ -103,35 +147,14 @@ class AnswerSpec(_Spec):
         return self
 
 
-class RewardSpec(_Spec):
+class RewardSpec(JudgeSettings):
     """The reward that a rollout's workflow returned."""
 
     kind: Literal["workflow"]
     failure_score: float = Field(0.0, description="score of a rollout that failed")
 
 
-class BehaviorSpec(_Spec):
-    """A rule about the trajectory's behavior, from 0 (bad) to 1 (good)."""
-
-    kind: Literal["behavior"]
-    rule: Literal["short", "few_tool_calls", "tools", "ended", "pattern"] = Field(description="what the rule measures")
-    limit: int = Field(
-        1024, ge=1, description="number of sampled tokens (short) or tool calls (few_tool_calls) that scores 0"
-    )
-    pattern: str = Field("", description="with pattern: regular expression that the whole last response must match")
-
-    @model_validator(mode="after")
-    def _has_valid_pattern(self) -> BehaviorSpec:
-        if self.rule == "pattern" and not self.pattern:
-            raise ValueError("rule pattern needs `pattern`, a regular expression")
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ValueError(f"pattern is not a regular expression: {error}") from error
-        return self
-
-
-class ModelSpec(_Spec):
+class ModelSpec(JudgeSettings):
     """A language model at any OpenAI-compatible URL."""
 
     base_url: str = Field(
@@ -175,14 +198,7 @@ class RulerSpec(ModelSpec):
     rubric: str = Field(RUBRIC, min_length=1, description="the criteria that the model ranks by")
 
 
-class NextStateSpec(ModelSpec):
-    """A language model that rates each response by the next user message or tool result."""
-
-    kind: Literal["next_state"]
-    rubric: str = Field("", description="additional criteria for the model")
-
-
-class TeacherSpec(_Spec):
+class TeacherSpec(JudgeSettings):
     """A teacher for `learner.loss_type: distillation`: a model behind vLLM that scores the sampled tokens."""
 
     kind: Literal["teacher"]
@@ -207,7 +223,7 @@ class TeacherSpec(_Spec):
     concurrency: int = Field(8, ge=1, le=64, description="trajectories scored at the same time")
 
 
-class GraderSpec(_Spec):
+class GraderSpec(JudgeSettings):
     """An HTTP service that receives the whole trajectory."""
 
     kind: Literal["http"]
@@ -222,7 +238,7 @@ class GraderSpec(_Spec):
     concurrency: int = Field(4, ge=1, le=64, description="groups graded at the same time")
 
 
-class CallerSpec(_Spec):
+class CallerSpec(JudgeSettings):
     """A function of the process that called `ratchet.tune`, which writes this specification for its run."""
 
     kind: Literal["caller"]
@@ -233,15 +249,20 @@ class CallerSpec(_Spec):
     max_wait_seconds: float = Field(86_400.0, gt=0, description="wait for it after a trajectory's last call")
 
 
-class PluginSpec(_Spec):
-    """A judge of another package, or an optional one of Ratchet's: `kind` is its name, the other keys its settings."""
+class PluginSpec(JudgeSettings):
+    """A judge of another package: `kind` is its name, the other keys its settings."""
 
     kind: Literal["plugin"]
     name: str = Field(description="name of its entry point in the group `ratchet.judges`")
     settings: Mapping[str, Any] = Field(default_factory=dict, description="settings of the plug-in")
 
+    @property
+    def traits(self) -> JudgeTraits:
+        """What the settings know about it."""
+        return plugin_traits(self.name)
 
-class FeedbackSpec(_Spec):
+
+class FeedbackSpec(JudgeSettings):
     """Feedback of people or programs about the trajectory."""
 
     kind: Literal["feedback"]
@@ -263,7 +284,7 @@ class FeedbackSpec(_Spec):
         return self
 
 
-class PartSpec(_Spec):
+class PartSpec(JudgeSettings):
     """One part of a composite: a weighted score, or a penalty."""
 
     name: str = Field(pattern=r"^\w+$", description="name of the component")
@@ -278,7 +299,7 @@ class PartSpec(_Spec):
         return self
 
 
-class CompositeSpec(_Spec):
+class CompositeSpec(JudgeSettings):
     """Several judges: the weighted mean of their scores minus bounded penalties."""
 
     kind: Literal["composite"]
@@ -286,7 +307,7 @@ class CompositeSpec(_Spec):
     min_gap: float = Field(
         1.0,
         gt=0,
-        description="smallest difference between a success and a failure in the weighted mean, without behavior rules",
+        description="smallest difference between a success and a failure in the weighted mean, without behavior",
     )
 
     @model_validator(mode="after")
@@ -308,7 +329,7 @@ class CompositeSpec(_Spec):
         return self
 
     def _gap(self) -> tuple[float, float]:
-        """Return the lead of a success in the weighted mean, and the largest effect of behavior rules on it."""
+        """Return the lead of a success in the weighted mean, and the largest effect of parts on behavior on it."""
         weights = {
             kind: sum(part.weight or 0.0 for part in self.parts if _is_behavior(part) is kind) for kind in (True, False)
         }
@@ -318,7 +339,7 @@ class CompositeSpec(_Spec):
         return self.min_gap * (1.0 - swing), swing
 
 
-class ByFamilySpec(_Spec):
+class ByFamilySpec(JudgeSettings):
     """A judge for each task family."""
 
     kind: Literal["by_family"]
@@ -341,7 +362,7 @@ class ByFamilySpec(_Spec):
 
 
 def _is_behavior(part: PartSpec) -> bool:
-    return isinstance(part.judge, BehaviorSpec)
+    return isinstance(part.judge, PluginSpec) and part.judge.traits.rates_behavior
 
 
 def _full_form(value: Any) -> Any:
@@ -353,8 +374,8 @@ def _full_form(value: Any) -> Any:
     installed = plugin_names(JUDGES)
     if kind not in installed:
         raise ValueError(
-            f"unknown kind {kind!r}: built in are {', '.join(KINDS)}; installed plug-ins: {', '.join(installed)} "
-            "(docs/plugins.md)"
+            f"unknown kind {kind!r}: built in are {', '.join(KINDS)}; installed plug-ins: "
+            f"{', '.join(installed) or 'none'}; {missing_plugin_remedy(JUDGES, kind)}"
         )
     return {"kind": "plugin", "name": kind, "settings": {key: value[key] for key in value if key != "kind"}}
 
@@ -362,9 +383,7 @@ def _full_form(value: Any) -> Any:
 _BuiltIn = (
     FunctionSpec
     | AnswerSpec
-    | BehaviorSpec
     | RulerSpec
-    | NextStateSpec
     | GraderSpec
     | CallerSpec
     | FeedbackSpec
@@ -388,12 +407,12 @@ def gives_only_ranks(judge: JudgeSpec) -> bool:
 
 
 def asks_language_model(judge: JudgeSpec) -> bool:
-    """Return whether a built-in judge asks a language model, whose scores of one answer differ from time to time."""
+    """Return whether a judge is known to ask a language model, whose scores of one answer differ between times."""
     if isinstance(judge, CompositeSpec):
         return any(asks_language_model(part.judge) for part in judge.parts if part.weight)
     if isinstance(judge, ByFamilySpec):
         return any(map(asks_language_model, judge.all))
-    return isinstance(judge, ModelSpec)
+    return isinstance(judge, ModelSpec) or (isinstance(judge, PluginSpec) and judge.traits.asks_model)
 
 
 PartSpec.model_rebuild()

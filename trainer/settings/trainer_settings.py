@@ -6,7 +6,6 @@ that depend on traffic (greedy responses, a judge that gives equal scores) raise
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Self
 
@@ -15,20 +14,17 @@ from pydantic import model_validator
 from ratchet.trainer.settings.adapter_and_memory import AUTO
 from ratchet.trainer.settings.estimators import DEFAULT_ESTIMATOR
 from ratchet.trainer.settings.judge_specs import (
-    BehaviorSpec,
     ByFamilySpec,
     CompositeSpec,
     FeedbackSpec,
     JudgeSpec,
-    NextStateSpec,
+    PluginSpec,
     TeacherSpec,
     gives_only_ranks,
 )
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_fields import MAX_SCORES_PER_FAMILY, TrainerFields
 
-# A pattern that matches all of these matches every response.
-_PATTERN_PROBES = ("", "x", "7", "no idea", "The answer is 42.", "{}", "a\nb", "ü" * 50, "<answer>Oslo</answer>")
 _MIN_NORM = 1e-6  # a smaller gradient is lost in AdamW's epsilon of 1e-8
 _MIN_RATE = 1e-9  # a smaller step does not change an fp32 weight of 0.01
 _MIN_CLIP = 1e-4  # the ratio of any trained token differs more from 1
@@ -55,27 +51,6 @@ class TrainerSettings(TrainerFields):
 def check_trainable(settings: TrainerFields) -> str | None:
     """Return why these settings cannot train anything, with the remedy; None if they can."""
     return next((reason for check in _CHECKS if (reason := check(settings)) is not None), None)
-
-
-def constant_by_construction(judge: JudgeSpec) -> str | None:
-    """Return why a judge gives every trajectory the same score; None if it may differ."""
-    if isinstance(judge, CompositeSpec):
-        reasons = [constant_by_construction(part.judge) for part in judge.parts if part.weight]
-        return f"all parts with a weight are constant: {reasons[0]}" if reasons and all(reasons) else None
-    if isinstance(judge, ByFamilySpec):
-        return next((reason for one in judge.all if (reason := constant_by_construction(one)) is not None), None)
-    if not isinstance(judge, BehaviorSpec):
-        return None
-    if judge.rule == "short" and judge.limit == 1:
-        return "rule short with limit 1 always scores 0; set limit to the longest good length in tokens"
-    if judge.rule == "pattern" and all(re.fullmatch(judge.pattern, text, re.DOTALL) for text in _PATTERN_PROBES):
-        return f"pattern {judge.pattern!r} matches every response; use a pattern that only a good response matches"
-    return None
-
-
-def _judge(settings: TrainerFields) -> str | None:
-    reason = constant_by_construction(settings.judge)
-    return reason and f"the judge gives every trajectory the same score: {reason}"
 
 
 def _min_group_size(settings: TrainerFields) -> str | None:
@@ -146,7 +121,9 @@ def _feedback_without_reader(judge: JudgeSpec) -> str | None:
         return next((missing for one in judge.all if (missing := _feedback_without_reader(one))), None)
     if isinstance(judge, FeedbackSpec):
         return "judge feedback waits for feedback"
-    return "judge next_state waits for the next message" if isinstance(judge, NextStateSpec) else None
+    if isinstance(judge, PluginSpec) and (awaited := judge.traits.waits_for):
+        return f"judge {judge.name} waits for {awaited}"
+    return None
 
 
 def _proof_tolerance(settings: TrainerFields) -> str | None:
@@ -274,7 +251,6 @@ def _without_effect_on_distillation(settings: TrainerFields) -> str | None:
 
 
 _CHECKS: tuple[Callable[[TrainerFields], str | None], ...] = (
-    _judge,
     _min_group_size,
     _min_round,
     _min_baseline,

@@ -23,6 +23,7 @@ OBJECTIVE_PLUGINS: Final = "ratchet.objectives"
 ADVANTAGE_ESTIMATORS: Final = "ratchet.advantage_estimators"
 # What Ratchet's own plug-ins register: name -> folder of plugins/, by group.
 OWN_PLUGINS: Final[dict[str, dict[str, str]]] = {
+    JUDGES: {"behavior": "judges", "next_state": "judges", "openjudge": "openjudge"},
     MODEL_CARDS: {"readme": "model-card"},
     MONITORS: {"tensorboard": "tensorboard", "wandb": "wandb"},
     OBJECTIVE_PLUGINS: {"dpo": "preference", "apo_zero_unpaired": "preference"},

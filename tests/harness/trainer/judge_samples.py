@@ -14,6 +14,18 @@ def length(response: str) -> int:
     return len(response)
 
 
+def half(response: str) -> float:
+    return 0.5 if response else 0.0
+
+
+def says_oslo(response: str) -> float:
+    return float(response == "Oslo")
+
+
+def says_rome(response: str) -> float:
+    return float(response == "Rome")
+
+
 pause = threading.Event()  # `scripted` waits while it is not set
 pause.set()
 

@@ -9,14 +9,12 @@ from collections.abc import Mapping
 
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.kinds.answer import AnswerJudge
-from ratchet.trainer.controller.judges.kinds.behavior_rules import BehaviorJudge
 from ratchet.trainer.controller.judges.kinds.by_family import ByFamilyJudge
 from ratchet.trainer.controller.judges.kinds.caller import CallerJudge
 from ratchet.trainer.controller.judges.kinds.composite import CompositeJudge, Part
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.kinds.http_grader import GraderJudge
-from ratchet.trainer.controller.judges.kinds.next_state import NextStateJudge
 from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
 from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.controller.judges.kinds.workflow_reward import RewardJudge
@@ -24,7 +22,6 @@ from ratchet.trainer.controller.judges.language_model import LanguageModel, key_
 from ratchet.trainer.errors import JudgeError, PluginError
 from ratchet.trainer.settings.judge_specs import (
     AnswerSpec,
-    BehaviorSpec,
     ByFamilySpec,
     CallerSpec,
     CompositeSpec,
@@ -32,7 +29,6 @@ from ratchet.trainer.settings.judge_specs import (
     FunctionSpec,
     GraderSpec,
     JudgeSpec,
-    NextStateSpec,
     PluginSpec,
     RewardSpec,
     TeacherSpec,
@@ -49,8 +45,6 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
         return FunctionJudge(spec.function, concurrency=spec.concurrency, models=models)
     if isinstance(spec, AnswerSpec):
         return AnswerJudge(spec)
-    if isinstance(spec, BehaviorSpec):
-        return BehaviorJudge(spec)
     if isinstance(spec, FeedbackSpec):
         return FeedbackJudge(spec)
     if isinstance(spec, GraderSpec):
@@ -73,8 +67,7 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
     if isinstance(spec, ByFamilySpec):
         other = None if spec.other is None else make_judge(spec.other, environ)
         return ByFamilyJudge({name: make_judge(judge, environ) for name, judge in spec.judges.items()}, other)
-    model = LanguageModel(spec, key_of_model(spec, environ))
-    return NextStateJudge(spec, model) if isinstance(spec, NextStateSpec) else RulerJudge(spec, model)
+    return RulerJudge(spec, LanguageModel(spec, key_of_model(spec, environ)))
 
 
 def _plugin(spec: PluginSpec, environ: Mapping[str, str]) -> Judge:

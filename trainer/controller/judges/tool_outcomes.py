@@ -7,10 +7,6 @@ from typing import Any
 
 from ratchet.store.records import Transcript
 from ratchet.store.records.tool_calls import ToolCall
-from ratchet.store.states import ToolOutcome, ToolResult
-
-_INVALID = frozenset(ToolOutcome) - {ToolOutcome.VALID, ToolOutcome.UNCHECKED}
-_FAILED = (ToolResult.ERROR, ToolResult.TIMEOUT)
 
 
 def tool_outcomes(member: Transcript) -> list[dict[str, Any]]:
@@ -29,13 +25,6 @@ def tool_outcomes(member: Transcript) -> list[dict[str, Any]]:
         }
         for one in used_tool_calls(member)
     ]
-
-
-def success_share(member: Transcript) -> float:
-    """Return the share of tool calls that are valid and did not fail, 1.0 without tool calls."""
-    calls = used_tool_calls(member)
-    successes = sum(one.outcome not in _INVALID and one.result not in _FAILED for one in calls)
-    return successes / len(calls) if calls else 1.0
 
 
 def used_tool_calls(member: Transcript) -> Sequence[ToolCall]:

@@ -1,6 +1,6 @@
 """Serves one OpenJudge grader over standard input and output; runs in the environment of py-openjudge.
 
-    python openjudge_program.py            one JSON value per line
+    python ratchet_openjudge_program.py    one JSON value per line
 
 The first request is {"grader": "module:Class", "settings": {...}}, the response {"parameters", "needed", "mode",
 "source"} or {"problem"}. Further requests are {"members": [arguments, ...]}, the responses {"opinions": [{"score",

@@ -1,4 +1,4 @@
-"""OpenJudge's graders as judges: the real package in its own environment, called by the trainer's judge."""
+"""OpenJudge's graders as judges: the real package in an environment of its own."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from tests.harness.clients.program import HOME, SKIP
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import member
 
-pytestmark = pytest.mark.clients
-
-OWN = "tests.harness.clients.own_graders"
+OWN = "plugins.openjudge.tests.own_graders"
+DESCRIPTION = '{"parameters": [], "needed": [], "mode": "pointwise", "source": "x"}'
 STRINGS = "openjudge.graders.text.string_match:StringMatchGrader"
 _made: list[Judge] = []
 
@@ -55,6 +54,7 @@ def verdicts(judge: Judge, members: Sequence[Transcript]) -> list[Verdict]:
     return list(judge.judge("g", members).verdicts)
 
 
+@pytest.mark.clients
 def test_a_grader_of_the_package_reads_the_response_and_a_column_of_the_task() -> None:
     judge = made(STRINGS, settings={"algorithm": "substring_match"}, columns={"reference_response": "answer"})
     members = [answered("It is in Oslo.", answer="Oslo"), answered("No idea", answer="Oslo"), answered("Oslo")]
@@ -65,6 +65,7 @@ def test_a_grader_of_the_package_reads_the_response_and_a_column_of_the_task() -
     assert judge.version != made(STRINGS, settings={"algorithm": "exact_match"}).version
 
 
+@pytest.mark.clients
 def test_a_grader_that_asks_a_model_is_put_on_the_scale_from_0_to_1() -> None:
     with ScriptedJudgeModel().running() as model:
         model.answers = [says({"reason": "close", "score": 4})]
@@ -79,6 +80,7 @@ def test_a_grader_that_asks_a_model_is_put_on_the_scale_from_0_to_1() -> None:
         assert model.headers[0]["authorization"] == "Bearer sk-grader"
 
 
+@pytest.mark.clients
 def test_a_graders_error_is_a_failure_and_never_a_score() -> None:
     judge = made(f"{OWN}:Stars", worst=0, best=5)
     found = verdicts(judge, [answered(text) for text in ("raise", "error", "*" * 9, "**")])
@@ -89,6 +91,7 @@ def test_a_graders_error_is_a_failure_and_never_a_score() -> None:
     assert found[3].explanation == "0 tool calls"
 
 
+@pytest.mark.clients
 def test_a_grader_that_fails_gives_no_full_score() -> None:
     (broken,) = verdicts(made(f"{OWN}:BreaksOff"), [answered("4")])
     assert (broken.score, broken.failure) == (None, "no finite score: Exception occurred")
@@ -96,12 +99,14 @@ def test_a_grader_that_fails_gives_no_full_score() -> None:
     assert configured.score == 0.5
 
 
+@pytest.mark.clients
 def test_a_grader_of_mathematics_knows_equal_expressions() -> None:
     judge = made("openjudge.graders.math:MathExpressionVerifyGrader", columns={"reference_response": "answer"})
     found = verdicts(judge, [answered("$x^2$", answer="$x*x$"), answered("7", answer="8")])
     assert [verdict.score for verdict in found] == [1.0, 0.0]
 
 
+@pytest.mark.clients
 def test_a_grader_that_hangs_is_ended_and_restarted_the_next_time() -> None:
     judge = made(f"{OWN}:Stars", timeout_seconds=5.0, best=5)
     (hung,) = verdicts(judge, [answered("hang")])
@@ -109,6 +114,7 @@ def test_a_grader_that_hangs_is_ended_and_restarted_the_next_time() -> None:
     assert [verdict.score for verdict in verdicts(judge, [answered("*****")])] == [1.0]
 
 
+@pytest.mark.clients
 @pytest.mark.parametrize(
     ("grader", "settings", "message"),
     [
@@ -127,5 +133,25 @@ def test_a_grader_that_cannot_be_used_is_reported_at_the_start(
 
 def test_without_the_package_the_error_names_the_remedy() -> None:
     spec = read_spec({"kind": "openjudge", "grader": STRINGS, "python": Path(sys.executable)})
-    with pytest.raises(JudgeError, match=r"pip install '\.\[openjudge\]', or set `python`"):
+    with pytest.raises(JudgeError, match=r"set `python` to an environment that has py-openjudge"):
         make_judge(spec, dict(os.environ))
+
+
+def test_a_wrong_setting_is_named() -> None:
+    with pytest.raises(JudgeError, match=r"judge openjudge: grader: Field required; colums: Extra inputs"):
+        make_judge(read_spec({"kind": "openjudge", "colums": {}}), {})
+
+
+def test_an_answer_that_is_cut_off_is_a_failure(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\nread request\necho '{DESCRIPTION}'\nread request\nprintf '{{\"opinions\": [{{\"sco'\n"
+    )
+    python.chmod(0o700)
+    judge = make_judge(read_spec({"kind": "openjudge", "grader": "any:Grader", "python": str(python)}), {})
+    try:
+        verdicts = judge.judge(None, [member("a", []), member("b", [])]).verdicts
+    finally:
+        judge.close()
+    assert [verdict.score for verdict in verdicts] == [None, None]
+    assert all("the grader's process exited" in str(verdict.failure) for verdict in verdicts)

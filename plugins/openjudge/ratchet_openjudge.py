@@ -17,23 +17,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from ratchet.store.install_hint import install_hint
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, response_of, version_of
 from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.settings.judge_specs import JudgeSettings
 
-_PROGRAM = Path(__file__).with_name("openjudge_program.py")
+_PROGRAM = Path(__file__).with_name("ratchet_openjudge_program.py")
 _START_TIMEOUT = 120.0  # seconds, for the grader's imports
-_REMEDY = f"{install_hint('openjudge')}, or set `python` to an environment that has py-openjudge"
+_REMEDY = "set `python` to an environment that has py-openjudge (plugins/openjudge/README.md)"
 
 
-class OpenJudgeSettings(BaseModel):
-    """A grader of OpenJudge, in its own process. Unknown names are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+class OpenJudgeSettings(JudgeSettings):
+    """A grader of OpenJudge, in its own process."""
 
     grader: str = Field(pattern=r"^[\w.]+:\w+$", description="the grader's class, as module:Class")
     settings: Mapping[str, Any] = Field(default_factory=dict, description="arguments of the grader's constructor")
@@ -66,11 +64,7 @@ class OpenJudgeJudge:
     def __init__(
         self, settings: Mapping[str, Any], environ: Mapping[str, str], clock: Callable[[], float] = time.time
     ) -> None:
-        try:
-            self._spec = spec = OpenJudgeSettings.model_validate(settings)
-        except ValidationError as error:
-            problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-            raise JudgeError(f"judge openjudge: {'; '.join(problems)}") from error
+        self._spec = spec = OpenJudgeSettings.of_plugin("openjudge", settings)
         self._environ = environ
         self._clock = clock
         self.name = f"openjudge:{spec.grader.partition(':')[2]}"
