@@ -23,7 +23,7 @@ from ratchet.proxy.coordinator.keys.key_cache import ANONYMOUS, Caller, KeyCache
 from ratchet.proxy.coordinator.limits.rate_limits import with_rate_limits
 from ratchet.proxy.errors import BadRequest, Forbidden, InvalidApiKey
 from ratchet.proxy.wire.asgi import CALLER, KEY_ID, header, headers_of
-from ratchet.store.access.keys import UNCHECKED
+from ratchet.store.ids import UNCHECKED
 
 _OPEN_PATHS = ("/health", "/ping", "/metrics", "/ui")  # probes and scrapers have no key; the pages contain no data
 _FRONT = "/"  # redirects to the pages
