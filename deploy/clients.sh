@@ -3,7 +3,7 @@
 #
 # Their requirements conflict with each other and with Ratchet's, so each has an environment of its own:
 # VENV/clients/NAME for each tests/clients/requirements/NAME.txt, and with Ratchet's own dependencies beside them for each
-# tests/clients/beside_ratchet/NAME.txt, verifiers for an extra, a plug-in's environment with its name, and
+# tests/clients/beside_ratchet/NAME.txt, VENV/clients/NAME with a plug-in whose packages conflict with others, and
 # VENV/clients/node from tests/clients/node if npm is installed.
 # pip's PIP_INDEX_URL and PIP_EXTRA_INDEX_URL apply to the Python ones, npm's own settings to node.
 set -eu
@@ -17,7 +17,8 @@ python=$venv/bin/python
 
 key() {
     "$python" -c 'import hashlib, pathlib, sys
-paths = [path / "pyproject.toml" if path.is_dir() else path for path in map(pathlib.Path, sys.argv[1:])]
+paths = [pathlib.Path(name.partition("[")[0]) for name in sys.argv[1:]]
+paths = [path / "pyproject.toml" if path.is_dir() else path for path in paths]
 files = [path for path in paths if path.is_file()]
 print(hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16])' "$0" "$@"
 }
@@ -50,6 +51,11 @@ bfcl() { # with the command that users run; pip's own settings apply
     touch "$stamp"
 }
 
+plugins() { # one after the other: each builds Ratchet in this folder
+    environment mipro --editable . --editable plugins/mipro
+    environment verifiers --editable . --editable "plugins/verifiers[openenv]"
+}
+
 node() {
     stamp=$home/node/.ratchet-$(key "$tests/node/package.json" "$tests/node/package-lock.json")
     if [ -f "$stamp" ]; then return 0; fi
@@ -75,8 +81,7 @@ done
 for file in "$tests"/beside_ratchet/*.txt; do
     begin environment "$(basename "$file" .txt)" --requirement pyproject.toml --requirement "$file"
 done
-begin environment mipro --editable . --editable plugins/mipro
-begin environment verifiers --requirement pyproject.toml --extra openenv --extra verifiers
+begin plugins
 status=0
 for process in $running; do
     wait "$process" || status=1

@@ -29,6 +29,7 @@ OWN_PLUGINS: Final[dict[str, dict[str, str]]] = {
     OBJECTIVE_PLUGINS: {"dpo": "preference", "apo_zero_unpaired": "preference"},
     EVALUATIONS: {"bfcl": "bfcl"},
     PROMPT_OPTIMIZERS: {"mipro": "mipro"},
+    TASK_SOURCES: {"verifiers": "verifiers"},
     TUNE_COMMANDS: {"lessons": "lessons"},
 }
 

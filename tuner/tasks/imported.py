@@ -20,7 +20,7 @@ from pathlib import Path
 from ratchet.trainer.errors import PluginError, TaskSetError, TaskSetNotFound
 from ratchet.trainer.tasks.file_reader import ending
 from ratchet.trainer.tasks.task_set import TaskSet
-from ratchet.trainer.user_code.plugins import TASK_SOURCES, load_plugin, plugin_names
+from ratchet.trainer.user_code.plugins import OWN_PLUGINS, TASK_SOURCES, load_plugin, plugin_names
 
 _ABOUT = "set.json"
 _REPLACED = ".replaced-"  # prefix of a set's folder while it is being replaced
@@ -114,7 +114,7 @@ class ImportedTasks:
 def open_source(source: str) -> TaskSet:
     """Open a folder, a file, a hub name, or NAME:REST with the name of a task source plug-in. Raises TaskSetError."""
     plugin, colon, name = source.partition(":")
-    if not colon or plugin not in plugin_names(TASK_SOURCES):
+    if not colon or plugin not in {*plugin_names(TASK_SOURCES), *OWN_PLUGINS[TASK_SOURCES]}:
         return TaskSet.open(source)
     try:
         opened: TaskSet = load_plugin(TASK_SOURCES, plugin)(name)

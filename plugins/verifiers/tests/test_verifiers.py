@@ -14,34 +14,30 @@ from typing import Any
 
 import pytest
 
-from ratchet.store.records.tuning import Tuning
 from ratchet.store.store import Store
+from ratchet.store.records.tuning import Tuning
 from ratchet.trainer.errors import WorkflowError
 from ratchet.trainer.tasks.task_set import Task, TaskSet
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from tests.harness.clients.program import client_python
-from tests.harness.metadata import write_metadata
+from tests.harness.packages import ROOT
 from tests.harness.proxy.running_proxy import Proxy
-from tests.tuner.conftest import jobs_of
+from tests.tuner.conftest import jobs_of, proxy, runner, scripted, start_proxy, store, tuning, vllm
 
-ROOT = Path(__file__).parents[2]
-TASKSETS = ROOT / "tests" / "harness" / "tuner" / "verifiers_tasksets"
+__all__ = ["proxy", "runner", "scripted", "start_proxy", "store", "tuning", "vllm"]  # fixtures
+HERE = Path(__file__).parent
+TASKSETS = HERE / "tasksets"
 clients = pytest.mark.clients
 
 
-@pytest.fixture(scope="module")
-def metadata(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_metadata(tmp_path_factory.mktemp("metadata"))
-
-
 @pytest.fixture
-def program(metadata: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a module, by default with verifiers, in the tasksets' folder."""
+def program(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a program, by default with verifiers, in the tasksets' folder."""
 
     def run(*words: str, python: Path | None = None, folder: Path = TASKSETS) -> subprocess.CompletedProcess[str]:
-        environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{metadata}", "HOME": str(tmp_path)}
-        command = [str(python or client_python("verifiers")), "-P", "-m", *words]
+        environ = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+        command = [str(python or client_python("verifiers")), "-P", *words]
         return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=480, cwd=folder)
 
     return run
@@ -52,8 +48,8 @@ def rollouts(program: Callable[..., Any], proxy: Proxy, store_file: Path) -> Cal
     """Run tasks through the proxy; return the rollouts by the task's name."""
 
     def run(source: str, count: int = 100, **where: Path) -> dict[str, dict[str, Any]]:
-        module = "tests.harness.tuner.verifiers_rollouts"
-        done = program(module, str(store_file), proxy.url, source, str(count), **where)
+        script = str(HERE / "verifiers_rollouts.py")
+        done = program(script, str(store_file), proxy.url, source, str(count), **where)
         assert done.returncode == 0, done.stderr
         proxy.settled()
         found: list[dict[str, Any]] = json.loads(done.stdout)
@@ -63,7 +59,6 @@ def rollouts(program: Callable[..., Any], proxy: Proxy, store_file: Path) -> Cal
 
 
 @clients
-@pytest.mark.slow
 def test_an_episode_is_an_ordinary_trajectory_with_the_environments_reward(
     rollouts: Callable[..., dict[str, dict[str, Any]]], store: Store
 ) -> None:
@@ -77,7 +72,6 @@ def test_an_episode_is_an_ordinary_trajectory_with_the_environments_reward(
 
 
 @clients
-@pytest.mark.slow
 def test_an_error_of_model_harness_or_scoring_fails_the_rollout(
     rollouts: Callable[..., dict[str, dict[str, Any]]],
 ) -> None:
@@ -92,10 +86,10 @@ def test_an_error_of_model_harness_or_scoring_fails_the_rollout(
 
 
 @pytest.fixture
-def openenv_url(metadata: Path) -> Iterator[str]:
+def openenv_url() -> Iterator[str]:
     """The URL of a running OpenEnv server."""
-    command = [str(client_python("verifiers")), "-m", "tests.harness.tuner.openenv_server"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+    command = [str(client_python("verifiers")), str(HERE / "openenv_server.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             yield server.stdout.readline().strip()
@@ -104,7 +98,6 @@ def openenv_url(metadata: Path) -> Iterator[str]:
 
 
 @clients
-@pytest.mark.slow
 def test_an_openenv_server_is_played_turn_by_turn(
     rollouts: Callable[..., dict[str, dict[str, Any]]], openenv_url: str, store: Store, tmp_path: Path
 ) -> None:
@@ -120,7 +113,6 @@ def test_an_openenv_server_is_played_turn_by_turn(
 
 
 @clients
-@pytest.mark.slow
 def test_the_example_is_evaluated(rollouts: Callable[..., dict[str, dict[str, Any]]], store: Store) -> None:
     found = rollouts("verifiers:math_calculator", 2, folder=ROOT / "examples" / "verifiers")
     assert [one["failure"] for one in found.values()] == [None, None]
@@ -129,7 +121,6 @@ def test_the_example_is_evaluated(rollouts: Callable[..., dict[str, dict[str, An
 
 
 @clients
-@pytest.mark.slow
 def test_an_imported_task_runs_as_a_program_in_the_environment_that_has_verifiers(
     program: Callable[..., Any],
     runner: Callable[..., RolloutRunner],
@@ -142,7 +133,7 @@ def test_an_imported_task_runs_as_a_program_in_the_environment_that_has_verifier
         'model = "not used"\n[env.taskset]\nid = "toy_sums"\nendless = true\n'
         '[select]\ninclude.idx = ":7"\n[sampling]\ntemperature = 0.5\n'
     )
-    done = program("ratchet", "tasks", "import", "verifiers:few.toml", "--json", folder=tmp_path)
+    done = program("-m", "ratchet", "tasks", "import", "verifiers:few.toml", "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
     assert (made["name"], made["splits"], made["duplicates"]) == ("few", {"train": 5}, {"train": 2})
@@ -157,7 +148,6 @@ def test_an_imported_task_runs_as_a_program_in_the_environment_that_has_verifier
 
 
 @clients
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -175,15 +165,15 @@ def test_what_cannot_be_imported_is_reported_with_the_remedy(
 ) -> None:
     shutil.copy(TASKSETS / "toy_sums.py", tmp_path)
     (tmp_path / "wrong.toml").write_text(f"[env]\n{config}\n")
-    done = program("ratchet", "tasks", "import", "verifiers:wrong.toml", folder=tmp_path)
+    done = program("-m", "ratchet", "tasks", "import", "verifiers:wrong.toml", folder=tmp_path)
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_without_the_package_the_errors_name_the_extra(program: Callable[..., Any], tmp_path: Path) -> None:
-    done = program("ratchet", "tasks", "preview", "verifiers:gsm8k", python=Path(sys.executable), folder=tmp_path)
+def test_without_the_package_the_errors_name_the_plugin(program: Callable[..., Any], tmp_path: Path) -> None:
+    done = program("-m", "ratchet", "tasks", "preview", "verifiers:gsm8k", python=Path(sys.executable), folder=tmp_path)
     assert done.returncode == 1
-    assert "pip install '.[verifiers]'" in done.stderr
-    with pytest.raises(WorkflowError, match=r"the package verifiers .* is missing .*pip install '\.\[verifiers\]'$"):
+    assert "pip install ./plugins/verifiers" in done.stderr
+    with pytest.raises(WorkflowError, match=r"No module named 'verifiers.* in .*pip install \./plugins/verifiers$"):
         load_workflow("ratchet.environments.verifiers:workflow")

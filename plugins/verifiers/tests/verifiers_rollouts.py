@@ -1,6 +1,6 @@
 """A program for an environment with verifiers: runs the first tasks of a set once each and prints the rollouts as JSON.
 
-Run alone: `python -m tests.harness.tuner.verifiers_rollouts STORE PROXY_URL SOURCE COUNT`.
+Run alone: `python verifiers_rollouts.py STORE PROXY_URL SOURCE COUNT`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An OpenEnv server with one environment: two sums in a row, whose observations script the vLLM.
 
-Run alone, in an environment with openenv: `python -m tests.harness.tuner.openenv_server` prints its URL.
+Run alone, in an environment with openenv: `python openenv_server.py` prints its URL.
 """
 
 from __future__ import annotations
