@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.records import ToolCall
 from ratchet.store.states import ToolResult
 from ratchet.store.store import open_store
 from ratchet.trainer.controller.sentinel.tool_health import check_tool_health

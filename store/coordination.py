@@ -14,8 +14,7 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many, insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.records import REQUESTED, Alarm, ProxyInstance
-from ratchet.store.records.base import Record, row_to
+from ratchet.store.records import REQUESTED, Alarm, ProxyInstance, Record, row_to
 from ratchet.store.states import FINISH, GroupState, RolloutState, TrajectoryState
 
 # Leases: one owner at a time, while it renews the lease.

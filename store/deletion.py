@@ -18,10 +18,9 @@ from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.ids import new_id
-from ratchet.store.policies.forks import forks
+from ratchet.store.policies.policies import forks
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import Policy
-from ratchet.store.records.base import Record
+from ratchet.store.records import Policy, Record
 from ratchet.store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
 from ratchet.store.tuning import erase_content
 

@@ -17,10 +17,10 @@ from ratchet.store.db.engine import connect, ensure_schema, missing_file
 from ratchet.store.deletion import Deletions
 from ratchet.store.errors import StoreError, StoreNotFound
 from ratchet.store.policies.base_models import BaseModels
-from ratchet.store.policies.decisions import Decisions
 from ratchet.store.policies.policies import Policies
 from ratchet.store.policies.prompts import Prompts
 from ratchet.store.policies.releases import Releases
+from ratchet.store.policies.serving import Decisions
 from ratchet.store.training.groups import Groups
 from ratchet.store.training.observations import Observations, VersionBehaviors, WaitingTimes
 from ratchet.store.training.rounds import AnswerTrainings, Lineage, Rounds

@@ -23,8 +23,7 @@ from ratchet.store.db.column_types import NOT_DECODED, Body, Ids, decompress_tok
 from ratchet.store.db.engine import connect, ensure_schema, read
 from ratchet.store.errors import RecordDamaged
 from ratchet.store.policies.prompts import prompt_id
-from ratchet.store.records import MessageNode
-from ratchet.store.records.base import Record
+from ratchet.store.records import MessageNode, Record
 from ratchet.store.states import CallState, GroupState, RoundState, TrajectoryState
 
 # Violations, and the queries that all checks use.

@@ -16,16 +16,16 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.policies.decisions import Decision
+from ratchet.store.policies.serving import Decision
 from ratchet.store.reasons import UNTRAINED
 from ratchet.store.records import Policy, Round
-from ratchet.store.records.tuning import Prompt, Tuning
 from ratchet.store.reports.learning_comparison import Gain
 from ratchet.store.reports.learning_report import LearningReport, learning_report, relative_report, tallies
 from ratchet.store.reports.relative_judges import is_relative
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store
 from ratchet.store.training.lineage import TrainingData
+from ratchet.store.tuning_records import Prompt, Tuning
 from ratchet.tuner.reports.tuning_result import TuningResult, read
 
 _MAX_ROWS = 30  # per table

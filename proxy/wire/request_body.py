@@ -22,9 +22,9 @@ from ratchet.proxy.wire.message_history import ListLimits, MessageReader
 from ratchet.proxy.wire.unreadable_text import unreadable_body
 from ratchet.store.content import json_depth
 from ratchet.store.content import messages as canon
-from ratchet.store.content.prompt_substitution import beginning, has_system_prompt
+from ratchet.store.content.messages import beginning, has_system_prompt
 from ratchet.store.records import MessageNode
-from ratchet.store.records.tuning import Prompt
+from ratchet.store.tuning_records import Prompt
 
 SAMPLING = frozenset((
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens",
@@ -135,7 +135,7 @@ def read_within(bounds: BodyBounds, body: bytes, key_id: str, reader: MessageRea
 
     Of a long body only what is new is checked, and `BodyBounds.check` decides where that is not enough.
     """
-    if _LONG <= len(body) <= bounds.max_json_values:
+    if len(body) >= _LONG and bounds.has_few_values(body):
         with contextlib.suppress(Exception):  # of whatever kind: it occurs again below, after the bounds
             return read(body, key_id, reader, bounds)
     bounds.check(body)

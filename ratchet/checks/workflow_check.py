@@ -25,8 +25,8 @@ from ratchet.tuning import context
 
 if TYPE_CHECKING:
     from ratchet.store.records import Transcript
-    from ratchet.store.records.tuning import Rollout
     from ratchet.store.store import Store
+    from ratchet.store.tuning_records import Rollout
     from ratchet.trainer.tasks.task_set import Task
     from ratchet.tuner.rollouts.diagnosis import Reason
 

@@ -15,9 +15,9 @@ from ratchet.output.terminal import strip_control_characters
 from ratchet.settings.current_user import current_user
 
 if TYPE_CHECKING:
-    from ratchet.store.policies.decisions import Decision
+    from ratchet.store.policies.serving import Decision
     from ratchet.store.records import Policy
-    from ratchet.store.records.tuning import Prompt
+    from ratchet.store.tuning_records import Prompt
 
 _NAMED = click.argument("alias", metavar="NAME[@VERSION]")
 _VERSION = click.argument("version", type=int, required=False)

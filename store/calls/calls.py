@@ -14,13 +14,12 @@ from ratchet.store.calls.feedback import add, attach_pending_feedback, lock_feed
 from ratchet.store.calls.prompt_blocks import Blocks
 from ratchet.store.calls.shipping import ship
 from ratchet.store.calls.usage import add_usage
-from ratchet.store.content.call_order import parents_first
+from ratchet.store.content.messages import parents_first
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import RecordDamaged, RecordNotFound
-from ratchet.store.records import Call, Choice, Feedback, Shipment
-from ratchet.store.records.base import row_to
+from ratchet.store.records import Call, Choice, Feedback, Shipment, row_to
 from ratchet.store.states import CallState
 
 _MAX_PAGE = 1000

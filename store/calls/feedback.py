@@ -23,8 +23,7 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.ids import may_share_trajectory
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import CallEnded, CallRecord, Feedback
-from ratchet.store.records.base import row_to
+from ratchet.store.records import CallEnded, CallRecord, Feedback, row_to
 from ratchet.store.states import GroupState, TrajectoryState
 
 TRAJECTORY, CALL, RESPONSE = "trajectory", "call", "response"

@@ -12,7 +12,7 @@ from ratchet.store.content.messages import ROOT, SYSTEM_ROLES, conversation_rang
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES, in_values
 from ratchet.store.db.column_types import NOT_DECODED
-from ratchet.store.db.tables.traffic import SHARED_PARENT
+from ratchet.store.db.schema import SHARED_PARENT
 from ratchet.store.errors import RecordDamaged
 
 _T = TypeVar("_T")

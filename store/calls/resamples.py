@@ -18,8 +18,7 @@ from ratchet.store.db.bulk import insert_or_ignore, truncate_row
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.records import RESAMPLE, Trajectory
-from ratchet.store.records.base import Record, row_to
+from ratchet.store.records import RESAMPLE, Record, Trajectory, row_to
 from ratchet.store.states import FINISH, RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before
 
 

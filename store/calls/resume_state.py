@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from ratchet.store.calls.prompt_blocks import Blocks
-from ratchet.store.content.call_order import parents_first
+from ratchet.store.content.messages import parents_first
 from ratchet.store.content.token_sequences import TokenCall, sequences
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read
-from ratchet.store.records import OpenLeaf, UnansweredCall, family_of
-from ratchet.store.records.base import row_to
+from ratchet.store.records import OpenLeaf, UnansweredCall, family_of, row_to
 from ratchet.store.states import UNANSWERED, TrajectoryState
 
 _FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("first_tools"))

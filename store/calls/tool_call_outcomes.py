@@ -14,8 +14,7 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many, insert_columns, select_in
 from ratchet.store.db.engine import read, write
-from ratchet.store.records.base import row_to
-from ratchet.store.records.tool_calls import ToolCall, ToolCallCounts, ToolCallResult
+from ratchet.store.records import ToolCall, ToolCallCounts, ToolCallResult, row_to
 from ratchet.store.states import ToolOutcome
 
 _MAX_COUNTED = 1_000  # the most called tools

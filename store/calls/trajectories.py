@@ -17,16 +17,14 @@ from ratchet.store.calls.feedback import UNAPPLIED, feedback_of, unindexed
 from ratchet.store.calls.message_paths import incomplete, load_path, load_tools, system_prompt
 from ratchet.store.calls.tool_call_outcomes import tool_calls_of
 from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_without_tag, select_page_ids
-from ratchet.store.content.call_order import parents_first
-from ratchet.store.content.last_answer import last_answer_node
+from ratchet.store.content.messages import last_answer_node, parents_first
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.column_types import NOT_DECODED
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordDamaged, RecordNotFound
-from ratchet.store.records import GATHERED, Call, Trajectory, Transcript
-from ratchet.store.records.base import row_to
+from ratchet.store.records import GATHERED, Call, Trajectory, Transcript, row_to
 from ratchet.store.states import (
     CUT_OFF,
     FINISH,

@@ -10,15 +10,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from math import isinf
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from ratchet.store.content.json_depth import exceeds_depth
-from ratchet.store.records import MessageNode
+from ratchet.store.records import Call, MessageNode
+from ratchet.store.states import PromptMode
+from ratchet.store.tuning_records import Prompt
 
 ROOT = ""
 ANYWHERE = "anywhere"  # in place of a parent's key: the message at any position
@@ -226,3 +229,124 @@ def is_intact(stored: MessageNode) -> bool:
 def is_intact_toolset(name: str, body: bytes) -> bool:
     """Return whether a stored tool list's hash is the hash of its content."""
     return name == _digest("tools", _encode(msgspec.json.decode(body)))
+
+
+# The order of a trajectory's calls. Pure.
+#
+# Start times alone do not give it: while a clock is set back, a call may have an earlier time than the call that it
+# continues.
+
+
+class ContinuingCall(Protocol):
+    """What the order depends on."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def parent_call(self) -> str | None: ...
+
+
+_OneCall = TypeVar("_OneCall", bound=ContinuingCall)
+
+
+def parents_first(calls: Sequence[_OneCall]) -> Sequence[_OneCall]:
+    """Return calls, given in the order of their start, so that each follows its parent if that is among them.
+
+    Otherwise the order stays. Calls that continue each other in a circle, which are damaged, come last.
+    """
+    places = {call.id: place for place, call in enumerate(calls)}
+    parents = [places.get(call.parent_call or "", -1) for call in calls]
+    if all(parent < place for place, parent in enumerate(parents)):
+        return calls
+    children: dict[int, list[int]] = {}
+    for place, parent in enumerate(parents):
+        children.setdefault(parent, []).append(place)
+    order, ready = [], children.pop(-1, [])  # in order, as a heap is
+    while ready:
+        order.append(heapq.heappop(ready))
+        for place in children.pop(order[-1], ()):
+            heapq.heappush(ready, place)
+    order += sorted(place for circle in children.values() for place in circle)
+    return [calls[place] for place in order]
+
+
+# The last answer of a trajectory's main agent. Pure.
+#
+# A trajectory may have segments (sub-agents, summaries, the context after a compaction) and branches (several answers,
+# edited turns). The main agent's segments have the tools and the system prompt of the first segment. Of these, the one
+# that was answered last counts, and in it the longest path; of equally long paths, the later one. A single first call
+# without tools is not the main agent's if another segment has tools: coding agents request a title this way.
+
+
+def last_answer_node(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> tuple[str, str]:
+    """Return the node of the last answer (or, without answers, of the last prompt) and the hash of the agent's tools.
+
+    `calls`: ordered by `parents_first`; `system_prompt`: returns the system prompt of a prompt's node.
+    """
+    answered = [call for call in calls if any(choice.reply_node for choice in call.choices)]
+    if not answered:
+        return (calls[-1].prompt_node, calls[0].tools_hash) if calls else ("", "")
+    first, depth = _segments(calls)
+    by_id = {call.id: call for call in calls}
+    begins = list(dict.fromkeys(first[call.id] for call in answered))
+    if len(begins) > 1:
+        kinds = {name: (by_id[name].tools_hash, system_prompt(by_id[name].prompt_node)) for name in begins}
+        answered = _own([(call, kinds[first[call.id]]) for call in answered])
+    segment = first[answered[-1].id]
+    inside = [call for call in answered if first[call.id] == segment]
+    last = max(enumerate(inside), key=lambda item: (depth[item[1].id], item[0]))[1]
+    node = next(choice.reply_node for choice in last.choices if choice.reply_node)
+    return node, by_id[first[answered[0].id]].tools_hash
+
+
+def _own(calls: Sequence[tuple[Call, tuple[str, str]]]) -> list[Call]:
+    """Return the calls of the main agent; each call comes with its tools and system prompt."""
+    own = calls[0][1]
+    if not own[0] and sum(kind == own for _, kind in calls) == 1:
+        own = next((kind for _, kind in calls if kind[0]), own)
+    return [call for call, kind in calls if kind == own]
+
+
+def _segments(calls: Sequence[Call]) -> tuple[dict[str, str], dict[str, int]]:
+    """Return, by call id, the first call of its segment, and the number of calls before it there."""
+    first: dict[str, str] = {}
+    depth: dict[str, int] = {}
+    for call in calls:
+        parent = call.parent_call or ""
+        first[call.id] = first.get(parent, call.id)
+        depth[call.id] = depth.get(parent, -1) + 1
+    return first, depth
+
+
+# Replaces a conversation's system prompt, or appends to it. Pure; does not modify its arguments.
+#
+# The system prompt is a first message with the role `system` or `developer`; without one, a message is added.
+
+Message = Mapping[str, Any]
+
+
+def has_system_prompt(messages: Sequence[Message]) -> bool:
+    """Return whether a conversation starts with a system prompt."""
+    return bool(messages) and messages[0].get("role") in SYSTEM_ROLES
+
+
+def beginning(messages: Sequence[Message], mode: PromptMode, text: str) -> dict[str, Any]:
+    """Return the first message of a conversation that is served with `text`."""
+    if not has_system_prompt(messages):
+        return {"role": "system", "content": text}
+    first = messages[0]
+    content = first.get("content")
+    if mode is PromptMode.REPLACE or not content:
+        return {**first, "content": text}
+    if isinstance(content, str):
+        return {**first, "content": f"{content}\n\n{text}"}
+    return {**first, "content": [*content, {"type": "text", "text": text}]}
+
+
+def with_prompt(messages: Sequence[Message], prompt: Prompt | None, family: str | None) -> tuple[Message, ...]:
+    """Return a conversation with the prompt's text for a task family; unchanged if there is none."""
+    text = prompt.text_for(family) if prompt else ""
+    if prompt is None or not text:
+        return tuple(messages)
+    return (beginning(messages, prompt.mode, text), *messages[has_system_prompt(messages) :])

@@ -18,8 +18,7 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
 from ratchet.store.ids import new_id
-from ratchet.store.records import BASE_VERSION
-from ratchet.store.records.base import Record, row_to
+from ratchet.store.records import BASE_VERSION, Record, row_to
 
 _PARTS = ("config", "weights", "tokenizer", "chat_template")
 

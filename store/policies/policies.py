@@ -1,8 +1,4 @@
-"""Policies: the versions of an alias, and the decisions that change them.
-
-`serving.py` decides which versions serve; here are the decisions about the others, those of people, and pruning. Each
-decision is recorded with its evidence in the same transaction.
-"""
+"""Policy versions of each alias: changes of state, and forks."""
 
 from __future__ import annotations
 
@@ -14,11 +10,37 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.policies.decisions import record_decision
-from ratchet.store.policies.serving import ServingDecisions, change_state, record_serving
-from ratchet.store.policies.shares import HOLDBACK_SHARE
+from ratchet.store.policies.serving import (
+    HOLDBACK_SHARE,
+    ServingDecisions,
+    change_state,
+    record_decision,
+    record_serving,
+)
 from ratchet.store.records import BASE_VERSION, Policy
-from ratchet.store.states import POLICY_TRANSITIONS, PolicyAction, PolicyState, check_transition
+from ratchet.store.states import POLICY_TRANSITIONS, PolicyAction, PolicyState, RoundState, check_transition
+
+# Forks: which version of which agent a version is a copy of. A fork is recorded by the round that committed it.
+
+FORKED_FROM = "forked_from"  # in the metrics of the round
+
+Version = tuple[str, int]  # alias, number
+
+
+def forks(connection: sa.Connection) -> dict[Version, Version]:
+    """Return the version that each forked version is a copy of."""
+    rounds = schema.rounds
+    adopted = sa.select(rounds.c.alias, rounds.c.to_version, rounds.c.metrics).where(
+        rounds.c.state == RoundState.COMMITTED, rounds.c.reason.is_not(None)
+    )
+    origins = ((row, row.metrics.get(FORKED_FROM)) for row in connection.execute(adopted))
+    return {(row.alias, row.to_version): (one["alias"], one["version"]) for row, one in origins if one}
+
+
+# Policies: the versions of an alias, and the decisions that change them.
+#
+# `serving.py` decides which versions serve; here are the decisions about the others, those of people, and pruning. Each
+# decision is recorded with its evidence in the same transaction.
 
 
 class Policies(ServingDecisions):

@@ -16,8 +16,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import in_values, insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import ReleaseEvidence, ReleaseOutcome
-from ratchet.store.records.base import row_to
+from ratchet.store.records import ReleaseEvidence, ReleaseOutcome, row_to
 from ratchet.store.states import CallState, GroupState, TrajectoryState
 
 DEADLINE_SECONDS = 6 * 3600.0  # after its start, until which a trajectory may be finished and scored

@@ -1,29 +1,383 @@
-"""Decisions about which versions serve: ramp, promotion, anchor, shares, rollback and pins.
-
-An alias has one live version, at most one in its ramp, which is newer, and at most one held back, which is older: the
-anchor. Each decision is one transaction that also records it, with the shares in force afterwards. Of two concurrent
-decisions, the later fails with InvalidTransition. While a version is pinned, only `unpin` changes what serves.
-"""
+"""Which versions of an alias serve: reads, registration, shares of new trajectories, and the decisions on them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ratchet.store.db import schema
-from ratchet.store.db.engine import write
-from ratchet.store.errors import InvalidTransition
-from ratchet.store.policies.decisions import record_decision
-from ratchet.store.policies.registration import PolicyRegistration
-from ratchet.store.policies.shares import ServingVersions, check_shares, locked, shares_in_force
-from ratchet.store.records import Policy
-from ratchet.store.records.base import row_to
+from ratchet.store.db.bulk import insert_or_ignore
+from ratchet.store.db.engine import read, write
+from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
+from ratchet.store.policies.base_models import base_model_id_of
+from ratchet.store.records import BASE_VERSION, Policy, Record, row_to
 from ratchet.store.states import POLICY_TRANSITIONS, SERVING, PolicyAction, PolicyState, check_transition
+
+# The versions of an alias that serve new trajectories, and their shares.
+
+HOLDBACK_SHARE = 0.1  # of the anchor, unless a decision says otherwise
+
+
+class ServingVersions(NamedTuple):
+    """The versions of an alias that serve new trajectories."""
+
+    holdback: Policy | None
+    live: Policy | None
+    ramp: Policy | None
+
+    @property
+    def anchor(self) -> Policy | None:
+        """The version that newer ones are compared with."""
+        return self.holdback or self.live
+
+
+def shares_in_force(serving: Iterable[Policy]) -> dict[int, float]:
+    """Return the share of each serving version of one alias, by version; the live version has what the others leave."""
+    serving = sorted(serving, key=lambda policy: policy.version)
+    shares = {policy.version: policy.share or 0.0 for policy in serving}
+    rest = round(1.0 - sum(shares.values()), 12)
+    return shares | {policy.version: rest for policy in serving if policy.state is PolicyState.LIVE}
+
+
+def check_shares(connection: sa.Connection, alias: str) -> None:
+    """Raise InvalidTransition unless each share is between 0 and 1 and the live version has some of them."""
+    shares = shares_in_force(filter(None, locked(connection, alias)))
+    if wrong := [f"{alias}@{version}: {share:g}" for version, share in shares.items() if not 0.0 < share <= 1.0]:
+        raise InvalidTransition(f"shares lie between 0 and 1 and leave some for the live version: {', '.join(wrong)}")
+
+
+def locked(connection: sa.Connection, alias: str) -> ServingVersions:
+    """Return the versions that serve, locked until the transaction ends."""
+    table = schema.policies
+    query = (
+        sa.select(table)
+        .where(table.c.alias == alias, table.c.state.in_(SERVING))
+        .order_by(table.c.version)
+        .with_for_update()
+    )
+    found = {row.state: row_to(Policy, row) for row in connection.execute(query)}
+    return ServingVersions(*(found.get(state) for state in SERVING))
+
+
+# Decisions about policy versions, with their author and evidence. Only added.
+#
+# The transaction that carries out a decision also records it (policies.py), so that every change of a version has one.
+
+
+class Decision(Record, frozen=True):
+    """A decision about a version: its author, reason and evidence."""
+
+    id: int
+    alias: str
+    version: int
+    action: PolicyAction
+    decided_by: str  # proof, release, tuner, or a person
+    reason: str
+    evidence: Mapping[str, Any]
+    decided_at: float
+
+
+class Decisions:
+    """Operations on decisions."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def decisions_of(self, alias: str, version: int | None = None, limit: int = 100) -> list[Decision]:
+        """Return the decisions about an alias, or about one version of it, newest first."""
+        where = sa.and_(
+            schema.decisions.c.alias == alias, sa.true() if version is None else schema.decisions.c.version == version
+        )
+        query = sa.select(schema.decisions).where(where).order_by(schema.decisions.c.id.desc()).limit(limit)
+        with read(self._engine) as connection:
+            return [row_to(Decision, row) for row in connection.execute(query)]
+
+    def decisions_after(self, alias: str, decision_id: int, limit: int = 1000) -> list[Decision]:
+        """Return the decisions about an alias after an id, oldest first; 0: from the first one."""
+        where = sa.and_(schema.decisions.c.alias == alias, schema.decisions.c.id > decision_id)
+        with read(self._engine) as connection:
+            found = connection.execute(
+                sa.select(schema.decisions).where(where).order_by(schema.decisions.c.id).limit(limit)
+            )
+            return [row_to(Decision, row) for row in found]
+
+    def counts(self, alias: str) -> dict[PolicyAction, int]:
+        """Return the number of decisions about an alias by action."""
+        query = sa.select(schema.decisions.c.action, sa.func.count()).where(schema.decisions.c.alias == alias)
+        with read(self._engine) as connection:
+            return {PolicyAction(a): int(n) for a, n in connection.execute(query.group_by(schema.decisions.c.action))}
+
+    def latest(self, alias: str | None = None) -> dict[tuple[str, int], Decision]:
+        """Return the newest decision about each (alias, version)."""
+        newest = sa.select(sa.func.max(schema.decisions.c.id)).group_by(
+            schema.decisions.c.alias, schema.decisions.c.version
+        )
+        wanted = sa.and_(schema.decisions.c.id.in_(newest), schema.decisions.c.alias == alias if alias else sa.true())
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(schema.decisions).where(wanted)).all()
+        return {(row.alias, row.version): row_to(Decision, row) for row in rows}
+
+
+def record_decision(
+    connection: sa.Connection,
+    alias: str,
+    version: int,
+    action: PolicyAction,
+    by: str,
+    reason: str,
+    evidence: Mapping[str, Any],
+) -> None:
+    """Add a decision in the caller's transaction."""
+    connection.execute(
+        sa.insert(schema.decisions).values(
+            alias=alias,
+            version=version,
+            action=action,
+            decided_by=by,
+            reason=reason,
+            evidence=dict(evidence),
+            decided_at=time.time(),
+        )
+    )
+
+
+# Queries over policy versions: what is served, what waits for a person, one version or all.
+
+# Built once: every proxy asks for it five times a second.
+_SERVING = (
+    sa.select(schema.policies)
+    .where(sa.or_(*(schema.policies.c.state == state for state in SERVING)))
+    .order_by(schema.policies.c.alias, schema.policies.c.version)
+)
+
+
+class PolicyReads:
+    """Queries over policy versions."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def serving(self) -> list[Policy]:
+        """Return the versions of every alias that serve new trajectories."""
+        with read(self._engine) as connection:
+            return [row_to(Policy, row) for row in connection.execute(_SERVING)]
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return the number of versions by alias and state."""
+        table = schema.policies
+        query = sa.select(table.c.alias, table.c.state, sa.func.count()).group_by(table.c.alias, table.c.state)
+        found: dict[str, dict[str, int]] = {}
+        with read(self._engine) as connection:
+            for alias, state, count in connection.execute(query):
+                found.setdefault(alias, {})[state] = int(count)
+        return found
+
+    def live(self) -> dict[str, Policy]:
+        """Return the live version of every alias."""
+        return {policy.alias: policy for policy in self._select(schema.policies.c.state == PolicyState.LIVE)}
+
+    def awaiting_approval(self, alias: str) -> Policy | None:
+        """Return the candidate or version in its ramp whose newest decision is a hold: only a person may promote it."""
+        recorded = schema.policies.c.version == schema.decisions.c.version
+        newest = (
+            sa.select(sa.func.max(schema.decisions.c.id))
+            .where(schema.decisions.c.alias == alias)
+            .group_by(schema.decisions.c.version)
+        )
+        held = sa.exists().where(
+            recorded, schema.decisions.c.id.in_(newest), schema.decisions.c.action == PolicyAction.HOLD
+        )
+        undecided = schema.policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.RAMP))
+        found = self._select(sa.and_(schema.policies.c.alias == alias, undecided, held))
+        return found[-1] if found else None
+
+    def list_unproven(self, alias: str) -> list[Policy]:
+        """Return the unproven versions that are newer than the live one."""
+        table = schema.policies
+        live = sa.select(table.c.version).where(table.c.alias == alias, table.c.state == PolicyState.LIVE)
+        newer = table.c.version > sa.func.coalesce(live.scalar_subquery(), BASE_VERSION)
+        return self._select(sa.and_(table.c.alias == alias, table.c.state == PolicyState.UNPROVEN, newer))
+
+    def get(self, alias: str, version: int) -> Policy:
+        """Return a version. Raises RecordNotFound."""
+        table = schema.policies
+        found = self._select(sa.and_(table.c.alias == alias, table.c.version == version))
+        if not found:
+            raise RecordNotFound(f"no policy {alias}@{version}")
+        return found[0]
+
+    def all(self, alias: str | None = None) -> list[Policy]:
+        """Return all versions, of one alias or of all, oldest first."""
+        return self._select(schema.policies.c.alias == alias if alias else sa.true())
+
+    def _usable(self, alias: str, version: int) -> Policy:
+        policy = self.get(alias, version)
+        if policy.pruned_at is not None:
+            raise InvalidTransition(f"{alias}@{version} cannot serve again: its folder was pruned")
+        return policy
+
+    def _why_rejected(self, alias: str, version: int) -> str:
+        table = schema.decisions
+        mine = sa.and_(table.c.alias == alias, table.c.version == version)
+        rejecting = table.c.action.in_((PolicyAction.REJECT, PolicyAction.ROLLBACK))
+        query = (
+            sa.select(table.c.decided_by, table.c.reason).where(mine, rejecting).order_by(table.c.id.desc()).limit(1)
+        )
+        with read(self._engine) as connection:
+            row = connection.execute(query).one_or_none()
+        return "" if row is None else f" by {row.decided_by} ({row.reason})"
+
+    def _select(self, where: sa.ColumnElement[bool]) -> list[Policy]:
+        table = schema.policies
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.alias, table.c.version)).all()
+        return [row_to(Policy, row) for row in rows]
+
+
+# Registration of versions: the base model, versions that differ by their prompt, and where they are served.
+
+
+class PolicyRegistration(PolicyReads):
+    """Operations that add versions."""
+
+    def register_base(self, alias: str, served_name: str) -> Policy:
+        """Register version 0 of an alias: the base model that vLLM serves as `served_name`.
+
+        It is live until another version is. Registering again updates the served name only. Raises InvalidRecord if
+        the store has versions of an agent whose name differs by case only.
+        """
+        table = schema.policies
+        base = sa.and_(table.c.alias == alias, table.c.adapter.is_(None))  # version 0 and its prompt versions
+        with write(self._engine) as connection:
+            _check_case(connection, alias)
+            insert_or_ignore(
+                connection,
+                table,
+                [
+                    {
+                        "alias": alias,
+                        "version": BASE_VERSION,
+                        "state": PolicyState.LIVE,
+                        "served_name": served_name,
+                        "adapter": None,
+                        "created_at": time.time(),
+                        "evidence": {},
+                    }
+                ],
+            )
+            connection.execute(sa.update(table).where(base).values(served_name=served_name))
+        return self.get(alias, BASE_VERSION)
+
+    def register_prompt_version(
+        self,
+        alias: str,
+        prompt_id: str | None,
+        evidence: Mapping[str, Any],
+        *,
+        share: float | None = None,
+        by: str = "tuner",
+        reason: str = "a prompt on trial",
+    ) -> Policy:
+        """Register a candidate: the live version with another prompt, or with None.
+
+        With a `share`, its ramp begins at once. Raises RecordNotFound, and InvalidTransition if the live version has
+        this prompt or is pinned, no version is live, or another one is in its ramp.
+        """
+        table = schema.policies
+        with write(self._engine) as connection:
+            live = _lock_live(connection, alias)
+            if share is not None and live.pinned_at is not None:
+                raise InvalidTransition(f"{alias}@{live.version} is pinned: `ratchet policies unpin {alias}` first")
+            _check_prompt(connection, alias, live, prompt_id)
+            row = {
+                "alias": alias,
+                "state": PolicyState.CANDIDATE if share is None else PolicyState.RAMP,
+                "share": share,
+                "served_name": live.served_name,
+                "adapter": live.adapter,
+                "replicas": list(live.replicas),
+                "prompt_id": prompt_id,
+                "created_at": time.time(),
+                "evidence": dict(evidence),
+                "base_model_id": base_model_id_of(alias),
+            }
+            newest = connection.scalar(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias))
+            version = int(newest or 0) + 1
+            try:
+                connection.execute(sa.insert(table).values(version=version, **row))
+            except IntegrityError as taken:
+                raise InvalidTransition(
+                    f"{alias}@{version} was made by another process, or another version is in its ramp"
+                ) from taken
+            if share is not None:
+                check_shares(connection, alias)
+                recorded = {**evidence, "share": share}
+                record_decision(connection, alias, version, PolicyAction.RAMP, by, reason, recorded)
+        return self.get(alias, version)
+
+    def adopt_prompt(self, alias: str, version: int) -> Policy:
+        """Give a candidate the prompt of the live version.
+
+        Raises InvalidTransition if it is no longer a candidate, or no version is live.
+        """
+        table = schema.policies
+        mine = sa.and_(table.c.alias == alias, table.c.version == version, table.c.state == PolicyState.CANDIDATE)
+        with write(self._engine) as connection:
+            change = sa.update(table).where(mine).values(prompt_id=_lock_live(connection, alias).prompt_id)
+            if not connection.execute(change).rowcount:
+                raise InvalidTransition(f"{alias}@{version} is no longer a candidate")
+        return self.get(alias, version)
+
+    def record_replicas(self, alias: str, served_name: str, replicas: Sequence[str]) -> None:
+        """Record the URLs of the replicas that serve the versions with this served name as they were trained."""
+        table = schema.policies
+        mine = sa.and_(table.c.alias == alias, table.c.served_name == served_name)
+        with write(self._engine) as connection:
+            connection.execute(sa.update(table).where(mine).values(replicas=list(replicas)))
+
+
+def _check_case(connection: sa.Connection, alias: str) -> None:
+    """Raise InvalidRecord if another agent has versions under this name in another case."""
+    table = schema.policies
+    others = connection.scalars(sa.select(table.c.alias).where(table.c.version > BASE_VERSION).distinct())
+    for other in others:
+        if other != alias and other.casefold() == alias.casefold():
+            raise InvalidRecord(
+                f"agent {alias}: the store has versions of {other}, whose name differs by case only; name it {other} "
+                "to go on with them, or choose another name"
+            )
+
+
+def _lock_live(connection: sa.Connection, alias: str) -> Any:
+    """Return the row of the live version, locked until the transaction ends. Raises InvalidTransition."""
+    table = schema.policies
+    live = sa.select(table).where(table.c.alias == alias, table.c.state == PolicyState.LIVE).with_for_update()
+    for _ in range(2):  # PostgreSQL returns no row if it waited for one that was retired meanwhile
+        if (row := connection.execute(live).one_or_none()) is not None:
+            return row
+    raise InvalidTransition(f"alias {alias} has no live version: start `ratchet proxy` first")
+
+
+def _check_prompt(connection: sa.Connection, alias: str, live: Any, prompt_id: str | None) -> None:
+    if live.prompt_id == prompt_id:
+        raise InvalidTransition(f"{alias}@{live.version} is live and has prompt {prompt_id or '(none)'} already")
+    if prompt_id is None and live.adapter is None:
+        raise InvalidTransition(f"{alias} without a prompt is the base model: roll back to {alias}@{BASE_VERSION}")
+    known = sa.select(schema.prompts.c.id).where(schema.prompts.c.id == prompt_id)
+    if prompt_id is not None and connection.scalar(known) is None:
+        raise RecordNotFound(f"no prompt {prompt_id}")
+
+
+# Decisions about which versions serve: ramp, promotion, anchor, shares, rollback and pins.
+#
+# An alias has one live version, at most one in its ramp, which is newer, and at most one held back, which is older: the
+# anchor. Each decision is one transaction that also records it, with the shares in force afterwards. Of two concurrent
+# decisions, the later fails with InvalidTransition. While a version is pinned, only `unpin` changes what serves.
 
 Evidence = Mapping[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ratchet.store.policies.shares import shares_in_force
+from ratchet.store.policies.serving import shares_in_force
 from ratchet.store.records import BASE_VERSION
 from ratchet.store.states import SERVING, PolicyAction, PolicyState
 

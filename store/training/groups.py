@@ -26,8 +26,8 @@ from ratchet.store.records import (
     Verdict,
     cohort_of,
     family_of,
+    row_to,
 )
-from ratchet.store.records.base import row_to
 from ratchet.store.states import FINISH, GROUP_TRANSITIONS, GroupState, PolicyState, TrajectoryState, check_transition
 from ratchet.store.statistics import Sums
 from ratchet.store.training.rounds import read_teacher_scores, replace_teacher_scores

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
-from ratchet.store.records.base import Record, row_to
+from ratchet.store.records import Record, row_to
 from ratchet.store.states import CallState, PolicyAction, RoundState, ToolOutcome, ToolResult, TrajectoryState
 from ratchet.store.statistics import nearest_rank
 

@@ -18,9 +18,18 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.policies.base_models import base_model_id_of
-from ratchet.store.policies.forks import FORKED_FROM, forks
-from ratchet.store.records import BASE_VERSION, AnswerLogprobs, AnswerTraining, Policy, Round, TeacherScore, family_of
-from ratchet.store.records.base import Record, row_to
+from ratchet.store.policies.policies import FORKED_FROM, forks
+from ratchet.store.records import (
+    BASE_VERSION,
+    AnswerLogprobs,
+    AnswerTraining,
+    Policy,
+    Record,
+    Round,
+    TeacherScore,
+    family_of,
+    row_to,
+)
 from ratchet.store.states import (
     ROUND_TRANSITIONS,
     GroupState,

@@ -13,7 +13,7 @@ from ratchet.proxy.coordinator.tool_checks.checker import ToolCallChecker, ToolC
 from ratchet.proxy.coordinator.tool_checks.tool_results import result_of
 from ratchet.proxy.coordinator.tool_checks.toolset import Toolset
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.store.records.tool_calls import ToolCallCounts
+from ratchet.store.records import ToolCallCounts
 from ratchet.store.states import CallState, ToolOutcome
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy

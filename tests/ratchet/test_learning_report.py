@@ -7,8 +7,7 @@ import re
 
 import pytest
 
-from ratchet.store.records import Verdict
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.records import ToolCall, Verdict
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ratchet.store.content.call_order import parents_first
+from ratchet.store.content.messages import parents_first
 from ratchet.store.store import Store
 from ratchet.trainer.rows.build_rows import build_rows
 from tests.harness.records import call_start, ended

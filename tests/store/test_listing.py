@@ -10,8 +10,7 @@ import sqlalchemy as sa
 from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_without_tag, select_page_ids
 from ratchet.store.db.engine import connect
 from ratchet.store.errors import RecordNotFound
-from ratchet.store.records import Verdict
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.records import ToolCall, Verdict
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory

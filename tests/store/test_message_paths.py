@@ -9,8 +9,8 @@ import sqlalchemy as sa
 
 from ratchet.store.calls.message_paths import without_followers
 from ratchet.store.content.messages import conversation_range, path
+from ratchet.store.db import schema
 from ratchet.store.db.engine import connect
-from ratchet.store.db.tables import traffic
 from ratchet.store.store import Store
 from tests.harness.records import call_start, ended
 
@@ -34,7 +34,7 @@ def test_only_the_last_messages_have_no_followers(store: Store, store_url: str, 
     paths = [[node.hash for node in path([*messages, ANSWER])] for messages in conversations]
     engine = connect(store_url)
     with engine.connect() as connection:
-        every = set(connection.scalars(sa.select(traffic.messages.c.hash)))
+        every = set(connection.scalars(sa.select(schema.messages.c.hash)))
         assert every == {name for one in paths for name in one}
         followed = {name for one in paths for name in one[:-1]}
         assert without_followers(connection, sorted(every)) == every - followed
@@ -80,9 +80,9 @@ def test_the_index_of_shared_parents_has_the_condition_of_the_table(store: Store
     with engine.connect() as connection:
         if engine.dialect.name == "sqlite":
             query = "SELECT sql FROM sqlite_master WHERE name = 'ix_messages_shared_parent'"
-            expected = str(traffic.SHARED_PARENT["sqlite"])
+            expected = str(schema.SHARED_PARENT["sqlite"])
         else:
             query = "SELECT indexdef FROM pg_indexes WHERE indexname = 'ix_messages_shared_parent'"
-            expected = f"(parent < '\\x{traffic.SHARED_PARENT['sqlite'].text.split(chr(39))[1]}'::bytea)"
+            expected = f"(parent < '\\x{schema.SHARED_PARENT['sqlite'].text.split(chr(39))[1]}'::bytea)"
         assert expected in str(connection.scalar(sa.text(query)))
     engine.dispose()

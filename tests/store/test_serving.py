@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.policies.shares import shares_in_force
+from ratchet.store.policies.serving import shares_in_force
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store, open_store
 

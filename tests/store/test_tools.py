@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from ratchet.store.calls import tool_call_outcomes
 from ratchet.store.db.schema import calls
-from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
+from ratchet.store.records import ToolCall, ToolCallResult
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory

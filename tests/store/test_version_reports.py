@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ratchet.store.records import Verdict
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.records import ToolCall, Verdict
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from ratchet.store.training.observations import ToolTime

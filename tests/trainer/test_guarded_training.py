@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.store.policies.shares import shares_in_force
+from ratchet.store.policies.serving import shares_in_force
 from ratchet.store.records import VersionDraw
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from ratchet.store.records import Transcript
-from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
+from ratchet.store.records import ToolCall, ToolCallResult, Transcript
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge

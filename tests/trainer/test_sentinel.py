@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ratchet.store.records import Round, Trajectory, Transcript
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.records import Round, ToolCall, Trajectory, Transcript
 from ratchet.store.states import RoundState, ToolOutcome, ToolResult, TrajectoryState
 from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, occurs, read_behavior
 from ratchet.trainer.controller.sentinel.drift import (

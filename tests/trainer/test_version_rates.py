@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from ratchet.store.records import Trajectory, Transcript
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.records import ToolCall, Trajectory, Transcript
 from ratchet.store.states import ToolOutcome, TrajectoryState
 from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, read_behavior
 from ratchet.trainer.controller.sentinel.version_rates import INVALID_CALLS, QUESTIONS, RateHistory, check_versions

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from ratchet.store.records import OTHER, Feedback
-from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import PolicyState, RoundState, TrajectoryState, TuningState
 from ratchet.store.store import Store
+from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.warm_start.general_data import mix_rows
 from ratchet.trainer.controller.warm_start.sft_data import COLLECTED, SFTDataCollector, SFTRows

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ratchet.store.reasons import DropReason
-from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import PolicyState, RolloutState, TuningState
 from ratchet.store.store import Store
+from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.settings.judge_specs import FunctionSpec

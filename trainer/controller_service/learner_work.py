@@ -20,8 +20,8 @@ from typing import Protocol, runtime_checkable
 
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import Group, Policy
-from ratchet.store.records.tuning import Tuning
 from ratchet.store.store import Store
+from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.adapters.served_base_model import ServedBaseModel
 from ratchet.trainer.controller.rounds.memory_limit import MemoryLimit

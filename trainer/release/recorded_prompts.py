@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.store.content.prompt_substitution import with_prompt
+from ratchet.store.content.messages import with_prompt
 from ratchet.store.errors import RecordDamaged, RecordNotFound
 from ratchet.store.records import Call, Policy
 from ratchet.store.states import CallState

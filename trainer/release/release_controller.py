@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import InvalidTransition
-from ratchet.store.policies.decisions import Decision
-from ratchet.store.policies.shares import ServingVersions, shares_in_force
+from ratchet.store.policies.serving import Decision, ServingVersions, shares_in_force
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyAction, PolicyState, TuningKind, TuningState

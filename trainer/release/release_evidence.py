@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ratchet.store.policies.shares import ServingVersions
+from ratchet.store.policies.serving import ServingVersions
 from ratchet.store.records import Policy
 from ratchet.trainer.release.detectable_loss import (
     PERIODS,

@@ -16,8 +16,8 @@ import msgspec
 
 from ratchet.store.reasons import describe_untrained
 from ratchet.store.records import Transcript, WorkflowResult
-from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import CallState, RolloutState
+from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.roles import Roles

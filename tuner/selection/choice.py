@@ -16,8 +16,8 @@ from typing import Literal
 
 import msgspec
 
-from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import RolloutState
+from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.statistics.paired_comparison import (
     CandidateScore,
     Mark,

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from ratchet.store.errors import InvalidTransition
-from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import PolicyState, TuningState
 from ratchet.store.store import Store
+from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.controller.rounds.backlog import is_drained
 from ratchet.trainer.controller.warm_start.sft_data import COLLECTED
 from ratchet.trainer.controller.warm_start.sft_round import warm_start_metrics

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from ratchet.store.records.tuning import Tuning
+from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
 from ratchet.trainer.statistics.paired_comparison import Compared

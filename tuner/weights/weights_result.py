@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from ratchet.store.reasons import describe_untrained, drop_meaning
-from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
+from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict
 from ratchet.trainer.tasks.task_set import TEST

@@ -23,9 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import PastScore, Policy, Transcript
-from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PolicyState, PromptMode
 from ratchet.store.store import Store
+from ratchet.store.tuning_records import Prompt
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.controller.judges.truncation import fitted_each, shortened
 from ratchet.trainer.errors import JudgeUnavailable, ReflectionUnavailable, TuningError

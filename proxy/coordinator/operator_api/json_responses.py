@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from fastapi.responses import Response
 
-from ratchet.store.records.base import Record
+from ratchet.store.records import Record
 
 
 def json_response(value: Any, status: int = 200) -> Response:

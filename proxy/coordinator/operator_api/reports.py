@@ -12,7 +12,7 @@ from ratchet.proxy.coordinator.operator_api.json_responses import json_response,
 from ratchet.proxy.coordinator.operator_api.list_filters import Limit
 from ratchet.proxy.coordinator.operator_api.overview import Overview, concerns
 from ratchet.store.db.count_cache import CachedCount
-from ratchet.store.records.base import Record
+from ratchet.store.records import Record
 from ratchet.store.store import Store
 
 _R = TypeVar("_R", bound=Record)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.store.records import CallEnded, CallRecord, CallStarted
-from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
+from ratchet.store.records import CallEnded, CallRecord, CallStarted, ToolCall, ToolCallResult
 from ratchet.store.states import CallState, ToolOutcome
 from ratchet.store.store import Store
 

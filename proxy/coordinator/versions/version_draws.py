@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prometheus_client import Counter
 
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.store.policies.shares import shares_in_force
+from ratchet.store.policies.serving import shares_in_force
 from ratchet.store.records import Policy, VersionDraw
 from ratchet.store.states import SERVING
 

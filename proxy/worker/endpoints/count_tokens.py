@@ -25,7 +25,7 @@ from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
 from ratchet.proxy.wire.error_shapes import ANTHROPIC
 from ratchet.proxy.worker.http import request_identity
 from ratchet.proxy.worker.http.disconnect_watch import DisconnectWatch
-from ratchet.store.content.prompt_substitution import with_prompt
+from ratchet.store.content.messages import with_prompt
 from ratchet.store.records import family_of
 
 _TOKENIZE = "/tokenize"

@@ -10,8 +10,7 @@ from typing import Any
 
 from ratchet.store.coordination import JobProgress
 from ratchet.store.ids import new_id
-from ratchet.store.records import AnswerTraining, Feedback, JudgeRequest, Verdict
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.records import AnswerTraining, Feedback, JudgeRequest, ToolCall, Verdict
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory, call_start, ended, tool_call

@@ -15,9 +15,8 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect, write
-from ratchet.store.policies.shares import shares_in_force
-from ratchet.store.records import Verdict, VersionDraw
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.policies.serving import shares_in_force
+from ratchet.store.records import ToolCall, Verdict, VersionDraw
 from ratchet.store.states import PolicyState, ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from ratchet.trainer.release.release_controller import ReleaseController

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
+from ratchet.store.records import ToolCall, ToolCallResult
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 

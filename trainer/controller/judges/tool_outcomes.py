@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ratchet.store.records import Transcript
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.records import ToolCall, Transcript
 
 
 def tool_outcomes(member: Transcript) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.records import ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings

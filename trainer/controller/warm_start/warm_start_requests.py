@@ -15,9 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from ratchet.store.errors import RecordDamaged
-from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store
+from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.warm_start.sft_round import SFTData, gather, warm_start_metrics
 from ratchet.trainer.errors import LearningError, RowError, SettingError, TuningError

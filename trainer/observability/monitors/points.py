@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.store.policies.decisions import Decision
+from ratchet.store.policies.serving import Decision
 from ratchet.store.records import Round
 from ratchet.store.states import RoundState
 from ratchet.store.store import Store

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.records import Trajectory, Transcript, WorkflowResult
-from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.records import ToolCall, Trajectory, Transcript, WorkflowResult
 from ratchet.store.states import ToolOutcome, TrajectoryState
 from ratchet.trainer.controller.judges.opinion import last_answer
 from ratchet.trainer.errors import JudgeError

@@ -5,32 +5,339 @@ Token ids are packed int32, logprobs packed float32, both little-endian. Times a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from functools import lru_cache
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ratchet.store.records.base import Record
-from ratchet.store.records.encoding import pack_ids as pack_ids
-from ratchet.store.records.encoding import pack_logprobs as pack_logprobs
-from ratchet.store.records.encoding import unpack_halves as unpack_halves
-from ratchet.store.records.encoding import unpack_ids as unpack_ids
-from ratchet.store.records.encoding import unpack_logprobs as unpack_logprobs
-from ratchet.store.records.releases import ReleaseEvidence as ReleaseEvidence
-from ratchet.store.records.releases import ReleaseOutcome as ReleaseOutcome
-from ratchet.store.records.releases import VersionDraw as VersionDraw
-from ratchet.store.records.training import REQUESTED as REQUESTED
-from ratchet.store.records.training import AnswerLogprobs as AnswerLogprobs
-from ratchet.store.records.training import AnswerTraining as AnswerTraining
-from ratchet.store.records.training import Group as Group
-from ratchet.store.records.training import JudgeRequest as JudgeRequest
-from ratchet.store.records.training import PastScore as PastScore
-from ratchet.store.records.training import Round as Round
-from ratchet.store.records.training import Tally as Tally
-from ratchet.store.records.training import TeacherScore as TeacherScore
-from ratchet.store.records.training import Verdict as Verdict
-from ratchet.store.states import CallState, KeyScope, PolicyState, TrajectoryState
+import msgspec
 
-if TYPE_CHECKING:
-    from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.states import (
+    CallState,
+    GroupState,
+    KeyScope,
+    PolicyState,
+    RoundState,
+    ToolOutcome,
+    ToolResult,
+    TrajectoryState,
+)
+from ratchet.store.statistics import Sums
+
+# Lossless packing: token ids as little-endian int32 bytes, logprobs as little-endian float32 bytes.
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Return token ids as little-endian int32 bytes. Raises struct.error for a value beyond 32 bits."""
+    return struct.Struct(f"<{len(ids)}i").pack(*ids)  # twice as fast as array
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """Return the token ids of `pack_ids`."""
+    ids = array("i")
+    ids.frombytes(packed)
+    return tuple(_little_endian(ids))
+
+
+def pack_logprobs(logprobs: Iterable[float]) -> bytes:
+    """Return natural-log probabilities as little-endian float32 bytes."""
+    return _little_endian(array("f", logprobs)).tobytes()
+
+
+def unpack_logprobs(packed: bytes) -> tuple[float, ...]:
+    """Return the logprobs of `pack_logprobs`."""
+    logprobs = array("f")
+    logprobs.frombytes(packed)
+    return tuple(_little_endian(logprobs))
+
+
+def unpack_halves(packed: bytes) -> tuple[float, ...]:
+    """Return little-endian float16 values."""
+    return struct.unpack(f"<{len(packed) // 2}e", packed)
+
+
+def _little_endian(values: array[Any]) -> array[Any]:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values
+
+
+# The base class of the store's records, and the conversion of database rows.
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A frozen record; `msgspec.structs.replace` makes changed copies."""
+
+
+_R = TypeVar("_R", bound=Record)
+
+
+def row_to(record: type[_R], row: Any, **values: Any) -> _R:
+    """Return a row as a record. `values`: fields that are not columns of the same name."""
+    for name, kind in _fields(record):
+        if name not in values:
+            value = getattr(row, name)
+            values[name] = value if kind is None or value is None else _convert(value, kind)
+    return record(**values)
+
+
+def _convert(value: Any, kind: type[StrEnum | Record]) -> Any:
+    return kind(value) if issubclass(kind, StrEnum) else msgspec.convert(value, kind, strict=False, str_keys=True)
+
+
+@lru_cache(maxsize=64)
+def _fields(record: type[Record]) -> tuple[tuple[str, type[StrEnum | Record] | None], ...]:
+    """Return each field with its enum or record, if it has one."""
+    hints = get_type_hints(record)
+    return tuple((name, _kind(hints[name])) for name in record.__struct_fields__)
+
+
+def _kind(hint: Any) -> type[StrEnum | Record] | None:
+    kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, StrEnum | Record)), None)
+
+
+# The frozen records of releases: how a trajectory's version was drawn, what came of it, and a version's evidence.
+
+
+class VersionDraw(Record, frozen=True):
+    """How the version of a new trajectory was drawn.
+
+    `shares`: the probability of each version at the time of the draw, 1 in sum. `unit`: what one draw decides for, as a
+    digest: a user or a session; None: this trajectory alone. `counted` is False if the trajectory is no evidence about
+    its version: a rollout of the tuner or of a training set.
+    """
+
+    shares: Mapping[int, float]
+    unit: str | None = None
+    counted: bool = True
+
+
+class ReleaseOutcome(Record, frozen=True):
+    """What came of a counted trajectory. It is settled: later verdicts do not change it.
+
+    `score` None: it was never scored. If `finished` is False, too, it did not end before its deadline or its last call
+    was cut off, which is as bad as the worst score; otherwise nothing is known about its score (no peers, no feedback,
+    a failed judge).
+    """
+
+    trajectory_id: str
+    started_at: float
+    seconds: float | None  # from its start to its last activity; None: it is still open
+    version: int
+    shares: Mapping[int, float]
+    unit: str | None
+    score: float | None
+    group_scores: tuple[float, ...]  # of the other members of its group, whatever their versions
+    finished: bool
+    calls: int
+    failed_calls: int  # answered with an error, or cut off
+
+
+class ReleaseEvidence(Record, frozen=True):
+    """What the release controller knows about one version. docs/release.md lists the keys of `evidence`."""
+
+    alias: str
+    version: int
+    evidence: Mapping[str, Any]
+    updated_at: float
+
+
+# What an operator read or changed.
+
+
+class AuditEntry(Record, frozen=True):
+    """Requests of one operator: one change, or equal reads of a quarter of an hour.
+
+    `key_id` is null on a proxy without keys and for the command line, where `actor` is the user's name. `target` are
+    the values that name what was read or changed. `status` is 0 for the command line, and null while the outcome is
+    unknown: for good if the process died in between.
+    """
+
+    id: str
+    at: float
+    last_at: float
+    count: int
+    actor: str
+    method: str  # CLI for the command line
+    route: str  # without the values
+    target: dict[str, str]
+    key_id: str | None = None
+    client: str | None = None  # its address
+    status: int | None = None
+
+
+# The frozen records of tool calls, their results and their counts.
+
+
+class ToolCall(Record, frozen=True):
+    """A sampled tool call with its outcome; `result` is None until a later request contains it."""
+
+    call_id: str
+    choice: int
+    place: int  # among the tool calls of the choice, from 0
+    alias: str
+    version: int
+    tool: str
+    tool_call_id: str
+    outcome: ToolOutcome
+    detail: str | None = None  # the mismatch, without values
+    result: ToolResult | None = None
+
+
+class ToolCallResult(Record, frozen=True):
+    """The result of an earlier call's tool call, found in a later request."""
+
+    call_id: str  # the earlier call
+    choice: int
+    tool_call_id: str
+    result: ToolResult
+
+
+class ToolCallCounts(Record, frozen=True):
+    """Counts of a tool's calls under one policy version, by outcome and by result."""
+
+    alias: str
+    version: int
+    tool: str
+    calls: int
+    outcomes: Mapping[str, int]
+    results: Mapping[str, int]
+
+
+# The frozen records of judging and training: verdicts, judge requests, groups, rounds and scores.
+
+REQUESTED = "gathered:"  # start of the key of a group that a caller scored
+
+
+class Verdict(Record, frozen=True):
+    """A judge's verdict on a trajectory: either a score or the failure, never both."""
+
+    trajectory_id: str
+    group_id: str | None
+    judge: str
+    judge_version: str  # hash of the judge's code and rubric
+    score: float | None = None
+    failure: str | None = None
+    explanation: str = ""
+    components: Mapping[str, float] = {}
+    cost: float | None = None  # money, if the price is known
+    latency: float = 0.0  # seconds
+    judged_at: float = 0.0
+    judge_request_id: str | None = None  # the last model request behind it, if any
+    baseline_mean: float | None = None  # for an ungrouped trajectory: earlier scores of its family
+    baseline_std: float | None = None
+
+
+class AnswerLogprobs(Record, frozen=True):
+    """The logprobs of one answer's tokens under another model."""
+
+    call_id: str
+    choice: int
+    logprobs: bytes  # packed, one per token
+
+
+class TeacherScore(Record, frozen=True):
+    """What a teacher said of a trajectory's sampled tokens. Answers that it could not score are missing."""
+
+    trajectory_id: str
+    teacher: str
+    answers: tuple[AnswerLogprobs, ...]
+
+
+class AnswerTraining(Record, frozen=True):
+    """What a round did with a sampled answer: an advantage if its tokens carry loss, else the reason why not."""
+
+    call_id: str
+    choice: int
+    advantage: float | None = None
+    untrained: str | None = None
+    mismatch: bytes = b""  # trainer - vLLM logprob of each token, little-endian float16; empty: not compared
+    advantages: bytes = b""  # of each token, little-endian float16, if they differ; `advantage` is their mean
+    round_id: str = ""
+
+
+class PastScore(Record, frozen=True):
+    """A past score with the family and cohort of its trajectory."""
+
+    trajectory_id: str
+    family: str
+    cohort: str
+    version: int  # that sampled it
+    score: float
+    judged_at: float
+
+
+class JudgeRequest(Record, frozen=True):
+    """A judge's request to a language model and the response, unchanged, without API keys.
+
+    Of a teacher without the token ids and their logprobs, which calls and teacher scores hold.
+    """
+
+    id: str
+    group_id: str | None
+    judge: str
+    url: str
+    request: bytes  # JSON
+    response: bytes  # truncated to a million bytes
+    status: int  # 0: no response
+    error: str | None  # why the response could not be used
+    prompt_tokens: int
+    completion_tokens: int
+    cost: float | None  # money, if the price is known
+    latency: float  # seconds
+    requested_at: float
+
+
+class Group(Record, frozen=True):
+    """Attempts at one task, compared with each other."""
+
+    id: str
+    key: str
+    alias: str
+    state: GroupState
+    formed_at: float
+    members: tuple[str, ...]
+    failures: int = 0  # judge failures so far
+    drop_reason: str | None = None
+    initial_size: int = 0  # members when it was formed, including those dropped since
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a caller asked for its training (`ratchet.train`), so that its round does not wait for others."""
+        return self.key.startswith(REQUESTED)
+
+
+class Round(Record, frozen=True):
+    """One training round."""
+
+    id: str
+    alias: str
+    state: RoundState
+    from_version: int
+    to_version: int | None
+    started_at: float
+    ended_at: float | None
+    checkpoint: str | None
+    metrics: Mapping[str, Any]
+    reason: str | None
+
+
+class Tally(Record, frozen=True):
+    """Sums over the scores of one version on one cohort (a task, or a prompt)."""
+
+    version: int
+    family: str
+    cohort: str
+    sums: Sums
+    least: float
+    largest: float
+
 
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
 REDACTED = "redacted"  # why a call with redacted content is untrainable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ratchet.store.records.base import Record
+from ratchet.store.records import Record
 from ratchet.store.states import PromptMode, RolloutState, TuningKind, TuningState
 
 
