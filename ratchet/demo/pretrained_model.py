@@ -11,7 +11,6 @@ tokenizer and chat template, as any model folder of the hub.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -108,11 +107,5 @@ def convert(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _main() -> None:
-    file, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    convert(file, folder)
-    print(json.dumps({"folder": str(folder), "bytes": sum(one.stat().st_size for one in folder.iterdir())}))
-
-
 if __name__ == "__main__":
-    _main()
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -32,13 +32,7 @@ def read_results(store: Store, alias: str, folder: Path, about: Row, seconds: Ma
     """Return the figures of a finished run: `about` it, and those of its results in `folder` and of the store."""
     files = {name: folder / f"{name}_sampled.jsonl" for name in ("before", "after", "hard_before", "hard_after")}
     found = {name: read_evaluation(folder, name) if path.exists() else None for name, path in files.items()}
-    before, after = found["before"] or {}, found["after"] or {}
-    train, calls, policies = read_rows(folder / "train.jsonl"), list(_all_calls(store)), store.policies.all(alias)
-    rounds = [held for held in store.rounds.page(alias, limit=1000) if held.state is RoundState.COMMITTED][::-1]
-    left_out = _sum_counts(_left_out(held.metrics) for held in rounds)
-    continued = [call for call in calls if call.parent_call and call.state is CallState.ANSWERED]
-    compared = sum(held.metrics["tokens_compared"] for held in rounds)
-    differences = sum(held.metrics["logprob_abs_diff_mean"] * held.metrics["tokens_compared"] for held in rounds)
+    before, after, train = found["before"] or {}, found["after"] or {}, read_rows(folder / "train.jsonl")
     return {
         "held_out_tasks": after["tasks"],
         "held_out_success_before": before["success"],
@@ -57,16 +51,32 @@ def read_results(store: Store, alias: str, folder: Path, about: Row, seconds: Ma
             for end in range(_WINDOW, len(train) + 1, _WINDOW // 4)
         ],
         "versions": list(_version_rows(train)),
+        **_figures_of_store(store, alias),
+    }
+
+
+def _figures_of_store(store: Store, alias: str) -> dict[str, Any]:
+    calls, policies = list(_all_calls(store)), store.policies.all(alias)
+    rounds = [held for held in store.rounds.page(alias, limit=1000) if held.state is RoundState.COMMITTED][::-1]
+    left_out: Counter[str] = Counter()
+    for held in rounds:
+        left_out.update(_left_out(held.metrics))
+    served = Counter(trajectory for trajectory, _ in {(call.trajectory_id, call.version) for call in calls})
+    compared = sum(held.metrics["tokens_compared"] for held in rounds)
+    differences = sum(held.metrics["logprob_abs_diff_mean"] * held.metrics["tokens_compared"] for held in rounds)
+    return {
         "rounds": [_round_row(store, held) for held in rounds],
         "swaps": sum(p.version > 0 and p.state in (PolicyState.LIVE, PolicyState.RETIRED) for p in policies),
         "versions_proven": sum(p.version > 0 and p.state not in _NOT_PROVEN for p in policies),
         "calls": len(calls),
-        "failed_calls": sum(call.state is not CallState.ANSWERED for call in calls),
-        "mixed_version_trajectories": _mixed(calls),
-        "exact_context_share": _mean(call.context == "exact" for call in continued),
+        "failed_calls": sum(call.state is not CallState.ANSWERED or call.status != 200 for call in calls),
+        "mixed_version_trajectories": sum(versions > 1 for versions in served.values()),
+        "exact_context_share": _mean(
+            call.context == "exact" for call in calls if call.parent_call and call.state is CallState.ANSWERED
+        ),
         "tokens_trained": sum(int(held.metrics["tokens_trained"]) for held in rounds),
-        "tokens_trained_from_engine": _engine_tokens(store, calls, rounds) - sum(left_out.values()),
-        "tokens_left_out": left_out,
+        "tokens_trained_from_engine": _engine_tokens(store, calls, rounds) - left_out.total(),
+        "tokens_left_out": dict(left_out),
         "dropped": dict(store.trajectories.drop_counts()),
         "mismatch_mean": differences / compared if compared else 0.0,
     }
@@ -164,20 +174,6 @@ def _left_out(metrics: Row) -> dict[str, int]:
     if metrics["rows_rejected"]:
         counts["rejected"] = int(metrics["tokens_compared"]) - int(metrics["tokens_trained"])
     return counts
-
-
-def _sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
-    return dict(total)
-
-
-def _mixed(calls: Sequence[Call]) -> int:
-    versions: dict[str, set[int]] = {}
-    for call in calls:
-        versions.setdefault(call.trajectory_id, set()).add(call.version)
-    return sum(len(seen) > 1 for seen in versions.values())
 
 
 def _version_rows(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

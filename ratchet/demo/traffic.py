@@ -15,7 +15,7 @@ import random
 import ssl
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -262,10 +262,15 @@ async def _run(
         tasks = tasks_of(chosen.split)[: chosen.tasks]
         count = len(tasks)
     total = count and count * chosen.attempts
-    with progress(chosen.verb, total, per_round and per_round * chosen.attempts) as shown, _rows(chosen.out) as write:
+    if chosen.out is not None:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        open(chosen.out or os.devnull, "w", encoding="utf-8", buffering=1) as rows,
+        progress(chosen.verb, total, per_round and per_round * chosen.attempts) as shown,
+    ):
 
         def on_result(rollout: TaskRollout) -> None:
-            write(asdict(rollout))
+            print(json.dumps(asdict(rollout), ensure_ascii=False), file=rows)
             shown(rollout)
 
         async with connection(os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "none")) as client:
@@ -273,14 +278,3 @@ async def _run(
                 tasks, attempt_with(client), attempts=chosen.attempts, concurrency=chosen.concurrency,
                 on_result=on_result, stop=stop,
             )  # fmt: skip
-
-
-@contextmanager
-def _rows(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield what writes a row to a JSON Lines file; nothing without a path."""
-    if path is None:
-        yield lambda row: None
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", buffering=1) as file:
-        yield lambda row: print(json.dumps(row, ensure_ascii=False), file=file)
