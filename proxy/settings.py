@@ -189,7 +189,11 @@ class ProxySettings(CoordinationSettings):
     max_messages: int = Field(10_000, ge=1, description="messages (for Responses: input items) in one request, at most")
     max_tools: int = Field(1_000, ge=1, description="tool definitions in one request, at most")
     max_json_depth: int = Field(100, ge=8, le=200, description="nesting levels of a request's JSON, 8 to 200")
-    max_json_values: int = Field(2_000_000, ge=1000, description="JSON values in one request, token ids included")
+    max_json_values: int = Field(
+        200_000,
+        ge=1000,
+        description="JSON values in one request; ten numbers of a list, such as token ids, count as one",
+    )
     max_journal_bytes: int = Field(
         4 * 2**30,
         ge=2**16,

@@ -1,13 +1,15 @@
 """Limits the JSON of a request body: its depth, and the number of messages, tools and values.
 
 A byte limit does not bound the cost of a body: two bytes can be an object. This check runs before any other parsing, so
-no parser meets JSON that exhausts its stack or memory. An ordinary request costs two counts of characters.
+no parser meets JSON that exhausts its stack or memory, or that holds the interpreter for long: the parser releases it
+at its end only, and no other request is served meanwhile. An ordinary request costs three counts of characters.
 
 A refusal names the setting and the number found. Invalid JSON is left to the parser.
 """
 
 from __future__ import annotations
 
+import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ from ratchet.store.content import json_depth
 
 _LARGE = 256 * 1024  # bytes; larger bodies are checked in a thread
 _LISTS = {"messages": "max_messages", "input": "max_messages", "tools": "max_tools"}
+
+_NUMBERS = re.compile(rb"\[[\d\s.,eE+-]++\]")  # a list of them, such as token ids
+_NUMBERS_PER_VALUE = 10  # that cost as much as another value
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _elements = msgspec.json.Decoder(list[Raw])
@@ -46,15 +51,30 @@ class BodyBounds:
         """Raise BadRequest or BodyTooLarge if the JSON in a body exceeds a limit."""
         opened = body.count(b"{") + body.count(b"[")
         lowest_limit = min(self.max_json_depth, self.max_messages, self.max_tools)
-        if opened <= lowest_limit and len(body) <= self.max_json_values:
+        if opened <= lowest_limit and self.has_few_values(body, opened):
             return
+        strings = (body.count(b'"') - body.count(b'\\"')) // 2  # at least; each is a value or the name of one
+        self._check_limit("max_json_values", strings // 2, "JSON values")
         bare = json_depth.strip_strings(body)
         opened = bare.count(b"{") + bare.count(b"[")
-        self._check_limit("max_json_values", opened + bare.count(b","), "JSON values")
+        self._check_values(bare, opened)
         if opened > self.max_json_depth:
             self._check_limit("max_json_depth", json_depth.depth(bare), "levels of JSON")
         if opened > lowest_limit:
             self._check_lists(body)
+
+    def has_few_values(self, body: bytes, opened: int | None = None) -> bool:
+        """Return whether a body surely has no more values than allowed. `opened`: its opening brackets, if counted."""
+        opened = body.count(b"{") + body.count(b"[") if opened is None else opened
+        return opened + body.count(b",") <= self.max_json_values
+
+    def _check_values(self, bare: bytes, opened: int) -> None:
+        """Check the number of values in JSON without strings; numbers in lists count as a tenth."""
+        count = opened + bare.count(b",")
+        if self.max_json_values < count <= self.max_json_values * _NUMBERS_PER_VALUE:
+            others = opened + _NUMBERS.sub(b"[]", bare).count(b",")
+            count = others + (count - others) // _NUMBERS_PER_VALUE
+        self._check_limit("max_json_values", count, "JSON values")
 
     def check_messages(self, count: int) -> None:
         """Raise BadRequest if an assembled conversation has too many messages."""
@@ -63,8 +83,8 @@ class BodyBounds:
     def check_fields(self, fields: Mapping[str, Raw], size: int) -> None:
         """Raise MayExceedBounds unless the fields besides messages and tools are within the bounds.
 
-        `size`: bytes of the body, at most `max_json_values`, so that it cannot have more values. Bytes that the fields
-        do not account for may belong to a field that occurs twice; they must be too few to be too deep.
+        `size`: bytes of the body, which has few values. Bytes that the fields do not account for may belong to a field
+        that occurs twice; they must be too few to be too deep.
         """
         for name, raw in fields.items():
             size -= len(name) + 3 + memoryview(raw).nbytes

@@ -41,11 +41,19 @@ def test_brackets_inside_strings_do_not_count() -> None:
     BOUNDS.check(b'{"messages":[{"role":"user","content":"' + b"[{," * 5000 + b'"}]}')
 
 
-@pytest.mark.parametrize("shape", [b'{"x":%s}', b'{"messages":[],"x":%s}'])
-def test_a_flat_list_of_very_many_values_is_refused_before_it_is_parsed(shape: bytes) -> None:
-    BOUNDS.check(shape % (b"[" + b"1," * 1900 + b"1]"))
+@pytest.mark.parametrize("shape", [b'{"x":[%s]}', b'{"messages":[],"x":[%s]}', b'{"x":"\\\\","y":{"a":[[],%s]}}'])
+@pytest.mark.parametrize("value", [b"[]", b"{}", b'{"a":1}', b'"a"', b'"\\""', b"[1]", b"null", b'1,"a"'])
+def test_very_many_values_are_refused_before_they_are_parsed(shape: bytes, value: bytes) -> None:
+    BOUNDS.check(shape % b",".join([value] * 900))
     with pytest.raises(BodyTooLarge, match="max_json_values"):
-        BOUNDS.check(shape % (b"[" + b"1," * 2100 + b"1]"))
+        BOUNDS.check(shape % b",".join([value] * 4100))
+
+
+@pytest.mark.parametrize("number", [b"123456", b"-1.5e+3", b" 7"])
+def test_numbers_of_a_list_count_as_a_tenth(number: bytes) -> None:
+    BOUNDS.check(b'{"prompt":[[%s]]}' % b",".join([number] * 19_000))
+    with pytest.raises(BodyTooLarge, match="max_json_values"):
+        BOUNDS.check(b'{"prompt":[[%s]]}' % b",".join([number] * 21_000))
 
 
 @pytest.mark.parametrize("body", [b"", b"]" * 50, b'{"messages":' + b"[" * 9, b"]]]]{{{{" * 9, b'"' + b"[" * 50])

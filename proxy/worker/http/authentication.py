@@ -22,7 +22,8 @@ from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, PREFIX
 from ratchet.proxy.coordinator.keys.key_cache import ANONYMOUS, Caller, KeyCache
 from ratchet.proxy.coordinator.limits.rate_limits import with_rate_limits
 from ratchet.proxy.errors import BadRequest, Forbidden, InvalidApiKey
-from ratchet.proxy.wire.asgi import CALLER, KEY_ID, header, headers_of
+from ratchet.proxy.runtime.thread_pools import REQUESTER, Requester
+from ratchet.proxy.wire.asgi import CALLER, CLIENT_LEFT, KEY_ID, header, headers_of
 from ratchet.store.ids import UNCHECKED
 
 _OPEN_PATHS = ("/health", "/ping", "/metrics", "/ui")  # probes and scrapers have no key; the pages contain no data
@@ -59,6 +60,7 @@ class Authentication:
                 caller = self._agent_of(key) if needed else self._anonymous(key)
         scope[CALLER] = caller
         scope[KEY_ID] = caller.key_id
+        REQUESTER.set(Requester(caller.key_id, scope.get(CLIENT_LEFT)))
         if caller.meter is None:
             await self._app(scope, receive, send)
         else:

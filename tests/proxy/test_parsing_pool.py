@@ -1,0 +1,94 @@
+"""Large bodies are parsed in threads that the keys share fairly, and for clients that still wait only."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from ratchet.proxy.errors import ClientDisconnected
+from ratchet.proxy.runtime.thread_pools import REQUESTER, FairPool, Requester
+
+
+def run(pool: FairPool, key_id: str, function: Callable[[], object], has_left: bool = False) -> asyncio.Task[object]:
+    """Run a function for a key, as the task of its request would."""
+
+    async def serve() -> object:
+        REQUESTER.set(Requester(key_id, lambda: has_left))
+        return await pool.run(function)
+
+    return asyncio.create_task(serve())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_key_has_one_place_and_other_keys_go_before_its_next_body(threads: int) -> None:
+    order: list[str] = []
+    may_end = threading.Event()
+
+    def parse(name: str, first: bool = False) -> Callable[[], object]:
+        return lambda: (may_end.wait(30) if first else None, order.append(name))
+
+    async def serve() -> None:
+        pool = FairPool(threads, "test")
+        bodies = [run(pool, "a", parse(f"a{number}", first=number == 0)) for number in range(3)]
+        await asyncio.sleep(0.01)
+        others = [run(pool, key, parse(key)) for key in "bc"]
+        if threads > 1:
+            await asyncio.gather(*others)  # while the first body of a is parsed
+            assert order == ["b", "c"]
+        else:
+            await asyncio.sleep(0.01)
+        may_end.set()
+        await asyncio.gather(*bodies, *others)
+
+    asyncio.run(serve())
+    assert order == (["b", "c", "a0", "a1", "a2"] if threads > 1 else ["a0", "b", "c", "a1", "a2"])
+
+
+def test_work_is_not_begun_for_a_client_that_has_left_or_a_request_that_was_cancelled() -> None:
+    parsed: list[str] = []
+    may_end = threading.Event()
+
+    async def serve() -> None:
+        pool = FairPool(2, "test")
+        first = run(pool, "a", lambda: may_end.wait(30))
+        left = run(pool, "a", lambda: parsed.append("left"), has_left=True)
+        cancelled = run(pool, "a", lambda: parsed.append("cancelled"))
+        last = run(pool, "a", lambda: parsed.append("last"))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        await asyncio.sleep(0.01)
+        may_end.set()
+        await asyncio.gather(first, last)
+        with pytest.raises(ClientDisconnected):
+            await left
+
+    asyncio.run(serve())
+    assert parsed == ["last"]
+
+
+def test_a_body_that_fails_is_released_without_a_collection() -> None:
+    class Body:
+        size = 5
+
+    def refuse(body: Body) -> None:
+        raise ValueError(str(body.size))
+
+    async def serve(pool: FairPool) -> weakref.ref[Body]:
+        body = Body()
+        with pytest.raises(ValueError, match="5"):
+            await pool.run(refuse, body)
+        return weakref.ref(body)
+
+    pool = FairPool(1, "test")
+    gc.disable()
+    try:
+        body = asyncio.run(serve(pool))
+        assert asyncio.run(pool.run(lambda: 1)) == 1  # the thread has ended its last job
+        assert body() is None
+    finally:
+        gc.enable()
