@@ -221,7 +221,7 @@ def _check_suited(request: ChatRequest) -> None:
     """Raise ContextFork if a request uses what only plain chat supports, or has a message of an unusual form."""
     if request.untrainable:
         raise ContextFork("untrainable")
-    if not request.plain_tool_calls:
+    if not request.plain_tool_calls or not request.adds_logprobs:
         raise ContextFork("unsuited_field")
     for name, neutral in _UNSUITED.items():
         if name in request.fields and request_body.value(request.fields, name) not in (None, neutral):
