@@ -24,7 +24,7 @@ from typing import Any
 
 from ratchet.demo import pretrained_model
 from ratchet.demo.email_search.tasks import HARD
-from ratchet.errors import AlreadyRunning, DemoFailed
+from ratchet.errors import DemoFailed
 from ratchet.settings.load_settings import known_keys, load, setting_variables
 from ratchet.settings.project_settings import SECRETS, Settings
 from ratchet.settings.setting_errors import type_of_key
@@ -149,7 +149,7 @@ class Demo:
         vllm_command.check_model(settings.base_model)
         is_new = not self.folder.exists()
         state.make(min_free_disk_mb=settings.min_free_disk_mb)
-        lock = self._lock()
+        lock = ProjectLock(state)
         if is_new:
             return lock
         stop_leftover_processes(state)  # of a run that was killed; their pid files are about to move
@@ -159,21 +159,7 @@ class Demo:
         pidfile.remove(last.pid("up"))
         lock.release()
         state.make(min_free_disk_mb=settings.min_free_disk_mb)
-        return self._lock()
-
-    def _lock(self) -> ProjectLock:
-        state = self._settings.state
-        holder = pidfile.running(state.pid("up"))
-        try:
-            if holder is None:
-                return ProjectLock(state)
-        except AlreadyRunning:
-            pass
-        pid = f"pid {holder.pid}" if holder else "another process"
-        raise AlreadyRunning(
-            f"the demo is already running ({pid}): wait for its end, or stop it with `ratchet down --project "
-            f"{self._options.project}`"
-        )
+        return ProjectLock(state)
 
     def _evaluate(self, supervisor: Supervisor, name: str, model: str) -> None:
         """Run the held-out tasks, and the e-mail agent's hard set, at temperature 1 and then greedily."""
@@ -189,13 +175,8 @@ class Demo:
     def _work(self, supervisor: Supervisor) -> None:
         options = self._options
         arguments = [
-            "--tasks-per-round",
-            options.tasks_per_round,
-            "--attempts",
-            options.attempts,
-            "--seed",
-            options.seed,
-        ]
+            "--tasks-per-round", options.tasks_per_round, "--attempts", options.attempts, "--seed", options.seed,
+        ]  # fmt: skip
         if options.rounds is not None:
             arguments += ["--rounds", options.rounds]
         if options.minutes is not None:

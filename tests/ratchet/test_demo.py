@@ -90,7 +90,7 @@ def test_the_users_own_variables_do_not_reach_the_demo_and_are_named(demo: DemoR
     own.mkdir(parents=True)
     process = demo.start(RATCHET_PROJECT="mail", RATCHET_STORE=f"sqlite:///{tmp_path / 'mine.db'}", RATCHET_MODEL="m")
     recorded = demo.state / "run" / "running.json"
-    wait_for("the services are started", recorded.exists, seconds=40)
+    wait_for("the services are started", recorded.exists, seconds=120)
     running = json.loads(recorded.read_text())
     output = interrupt(process)
     assert "its own settings: RATCHET_MODEL, RATCHET_PROJECT, RATCHET_STORE\n" in output
@@ -106,7 +106,8 @@ def test_a_second_demo_is_refused_and_moves_nothing(demo: DemoRun) -> None:
     second = demo.start()
     output, _ = second.communicate(timeout=30)
     assert second.returncode == 1
-    assert f"the demo is already running (pid {first.pid})" in output
+    assert f"(pid {first.pid})" in output
+    assert "ratchet down --project demo" in output
     assert demo.state.is_dir()
     assert not demo.state.with_name("demo.last").exists()
     interrupt(first)
