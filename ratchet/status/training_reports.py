@@ -105,7 +105,7 @@ def write_tensorboard(settings: Settings, folder: Path) -> int:
 
     Raises CliError if there is no store yet or the folder is not empty, SettingError without tensorboard.
     """
-    from ratchet.trainer.observability.monitors.monitor_thread import check_installed, open_monitor, replay
+    from ratchet.trainer.observability.monitors import check_installed, open_monitor, replay
 
     check_installed(["tensorboard"])
     if folder.exists() and any(folder.iterdir()):

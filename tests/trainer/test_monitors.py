@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.observability.monitors.monitor_thread import check_installed, monitored
+from ratchet.trainer.observability.monitors import check_installed, monitored
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.metadata import ROOT, register
 from tests.harness.records import judged_group

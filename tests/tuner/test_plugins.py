@@ -18,7 +18,7 @@ from ratchet.trainer.controller.advantages.advantage import cohort_advantages, g
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError, NoLearningSignal, OptimizerMissing, PluginError, SettingError
 from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.observability.monitors.monitor_thread import check_installed, monitored
+from ratchet.trainer.observability.monitors import check_installed, monitored
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.judge_specs import JudgeSpec, read_spec
 from ratchet.trainer.settings.learner_settings import LearnerSettings

@@ -39,7 +39,7 @@ from ratchet.trainer.controller_service.learner_work import LearnerFactory
 from ratchet.trainer.controller_service.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
 from ratchet.trainer.errors import TrainerError, WorkerProcessLost
 from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
-from ratchet.trainer.observability.monitors.monitor_thread import monitored
+from ratchet.trainer.observability.monitors import monitored
 from ratchet.trainer.observability.progress import StoredProgress
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
 from ratchet.trainer.settings.trainer_settings import TrainerSettings

@@ -17,7 +17,7 @@ from ratchet.store.store import open_store
 from ratchet.trainer.controller_service.controller_process import Agents, ControllerProcess
 from ratchet.trainer.controller_service.learner_work import LearnerFactory
 from ratchet.trainer.errors import TrainerError
-from ratchet.trainer.observability.monitors.monitor_thread import check_installed
+from ratchet.trainer.observability.monitors import check_installed
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
 
 log = logging.getLogger(__name__)

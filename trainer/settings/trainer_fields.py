@@ -17,7 +17,7 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.trainer.settings.resampling_settings import ResamplingSettings
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
-from ratchet.trainer.user_code.plugins import MONITORS, plugin_names
+from ratchet.trainer.user_code.plugins import MONITORS, missing_plugin_remedy, plugin_names
 
 MAX_SCORES_PER_FAMILY = 512  # newest scores that a baseline uses
 
@@ -26,7 +26,8 @@ def _installed_monitor(name: str) -> str:
     """Check that a monitor is registered. Raises ValueError."""
     installed = plugin_names(MONITORS)
     if name not in installed:
-        raise ValueError(f"unknown monitor {name!r}: installed are {', '.join(installed)} (docs/plugins.md)")
+        names, remedy = ", ".join(installed) or "none", missing_plugin_remedy(MONITORS, name)
+        raise ValueError(f"unknown monitor {name!r} (installed: {names}): {remedy}")
     return name
 
 
@@ -138,7 +139,7 @@ class TrainerFields(BaseModel):
         "info", description="minimum level of log lines; readiness is always logged"
     )
     report_to: tuple[Annotated[str, AfterValidator(_installed_monitor)], ...] = Field(
-        (), description="monitors that receive rounds and decisions: tensorboard, wandb, or a plug-in"
+        (), description="monitors that receive rounds and decisions: plug-ins, such as tensorboard and wandb"
     )
     sentinel: SentinelSettings = Field(
         default_factory=lambda: SentinelSettings(),

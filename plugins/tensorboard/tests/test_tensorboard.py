@@ -7,7 +7,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.observability.monitors.monitor_thread import monitored
+from ratchet.trainer.observability.monitors import monitored
 from tests.harness.cli.project import Project
 from tests.harness.records import judged_group
 from tests.trainer.test_monitors import WAIT, committed_round

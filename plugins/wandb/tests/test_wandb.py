@@ -12,7 +12,7 @@ import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
 from ratchet.store.store import Store
-from ratchet.trainer.observability.monitors.monitor_thread import monitored
+from ratchet.trainer.observability.monitors import monitored
 from tests.harness.cli.project import wait_for
 from tests.trainer.test_monitors import WAIT, committed_round
 
