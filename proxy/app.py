@@ -333,6 +333,7 @@ def build_routes(
         settings.keep_alive_seconds,
         settings.tool_strict_level,
         lambda model: None if model in policies.other_models else serving.pool.max_context_length(),
+        policies.only_agent,
         {
             name: KeyMeter(
                 limit.requests_per_minute,
