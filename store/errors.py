@@ -4,6 +4,7 @@ StoreError
 |-- SchemaMismatch      the database's schema is older or newer than this code
 |-- StoreNotFound       there is no SQLite file of that name, and none may be created
 |-- StoreUnavailable    the database does not answer (the caller may try again)
+|   `-- StoreDamaged    it answers that its own files are damaged
 |-- RecordNotFound      an id that the store does not hold
 |-- RecordDamaged       a stored value that cannot be read
 |-- InvalidRecord       a value that no record can hold
@@ -29,6 +30,10 @@ class StoreNotFound(StoreError):
 
 class StoreUnavailable(StoreError):
     """The database cannot be reached or is locked; nothing was written."""
+
+
+class StoreDamaged(StoreUnavailable):
+    """The database's files are not what it wrote; the message names the remedy."""
 
 
 class RecordNotFound(StoreError):

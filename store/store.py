@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
+import time
+
 import sqlalchemy as sa
 
 from ratchet.store.access.keys import AuditVerbs, Keys
@@ -13,9 +18,9 @@ from ratchet.store.calls.tool_call_outcomes import ToolCallVerbs
 from ratchet.store.calls.trajectories import Trajectories
 from ratchet.store.calls.usage import UsageVerbs
 from ratchet.store.coordination import Activity, Alarms, JobProgressVerbs, Leases, ProxyInstances
-from ratchet.store.db.engine import connect, ensure_schema, missing_file
+from ratchet.store.db.engine import call_on_damage, connect, ensure_schema, missing_file
 from ratchet.store.deletion import Deletions
-from ratchet.store.errors import StoreError, StoreNotFound
+from ratchet.store.errors import StoreDamaged, StoreError, StoreNotFound
 from ratchet.store.policies.base_models import BaseModels
 from ratchet.store.policies.policies import Policies
 from ratchet.store.policies.prompts import Prompts
@@ -25,6 +30,11 @@ from ratchet.store.training.groups import Groups
 from ratchet.store.training.observations import Observations, VersionBehaviors, WaitingTimes
 from ratchet.store.training.rounds import AnswerTrainings, Lineage, Rounds
 from ratchet.store.tuning import Rollouts, TaskRows, Tunings
+
+log = logging.getLogger(__name__)
+
+DAMAGE_ALARM = "store_damaged"
+_DAMAGE_SECONDS = 60.0  # between two reports
 
 
 class Store:
@@ -62,6 +72,17 @@ class Store:
         self.usage = UsageVerbs(engine)
         self.audit = AuditVerbs(engine)
         self.deletions = Deletions(engine)
+        self._damage_reported_at = -math.inf
+        call_on_damage(engine, self._report_damage)
+
+    def _report_damage(self, damage: StoreDamaged) -> None:
+        """Raise the alarm, once a minute, if the database still takes it; the log has the error in any case."""
+        if time.monotonic() - self._damage_reported_at < _DAMAGE_SECONDS:
+            return
+        self._damage_reported_at = time.monotonic()
+        log.error("event=store_damaged reason=%r", str(damage))
+        with contextlib.suppress(StoreError, sa.exc.DatabaseError):
+            self.alarms.raise_(DAMAGE_ALARM, f"{damage}, and clears this alarm once it finds nothing")
 
     def close(self) -> None:
         """Close every connection."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -70,10 +71,15 @@ def verify(context: click.Context, store: str | None, project: str | None, as_js
     import msgspec
 
     from ratchet.output.terminal import progress_bars
+    from ratchet.store.store import DAMAGE_ALARM, open_store
     from ratchet.store.verify import verify as verify_store
 
+    url = store_url_of(context, store, project)
     with progress_bars() as report_progress:
-        found = verify_store(store_url_of(context, store, project), report_progress)
+        found = verify_store(url, report_progress)
+    if found.sound:
+        with closing(open_store(url, create=False)) as opened:
+            opened.alarms.clear(DAMAGE_ALARM)
     if as_json:
         findings = [msgspec.structs.asdict(finding) for finding in found.findings]
         options.print_json({"rows": found.rows, "findings": findings, "count": found.count, "sound": found.sound})

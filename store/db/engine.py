@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,27 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
 
 from ratchet.store.db.sqlite_files import watch_files
-from ratchet.store.errors import RecordNotFound, SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
+from ratchet.store.errors import (
+    RecordNotFound,
+    SchemaMismatch,
+    StoreDamaged,
+    StoreError,
+    StoreNotFound,
+    StoreUnavailable,
+)
 from ratchet.store.install_hint import install_hint
 
 HEAD = "0002_refused_calls"  # the schema's version: another one with every change of the tables, which a test demands
 _WAL_SECONDS = 15.0
 # PostgreSQL's errors that are no OperationalError and yet about the server's state, not about a statement's values:
 # read-only (a standby), a statement that a connection pooler's other server has not prepared, or has, privileges, a
-# missing schema or table, damage.
-_SERVER_STATES = ("25006", "26000", "42P05", "42501", "3F000", "42P01", "XX001", "XX002")
+# missing schema or table.
+_SERVER_STATES = ("25006", "26000", "42P05", "42501", "3F000", "42P01")
+_DAMAGED = ("XX001", "XX002")
+_REMEDY_OF_DAMAGE = (
+    "put a backup in its place, or what `sqlite3 FILE .recover` or pg_dump can read; what the proxies have recorded "
+    "since waits in their journals. `ratchet store verify` names what is damaged"
+)
 _FREE_SPACE = "free space on the store's disk"
 _REFUSALS = {
     "25006": "it is a standby, or set to read-only: name the primary server (--store, RATCHET_STORE)",
@@ -188,9 +200,8 @@ def write(engine: sa.Engine) -> Iterator[sa.Connection]:
             yield connection
             connection.commit()
     except DatabaseError as error:
-        if (unavailable := _unavailable(error, engine)) is None:
-            raise
-        raise unavailable from error
+        _raise_unavailable(error, engine)
+        raise
 
 
 @contextmanager
@@ -207,24 +218,41 @@ def read(engine: sa.Engine) -> Iterator[sa.Connection]:
     except (DataError, OverflowError) as error:
         raise RecordNotFound("no record can have such a value") from error
     except DatabaseError as error:
-        if (unavailable := _unavailable(error, engine)) is None:
-            raise
+        _raise_unavailable(error, engine)
+        raise
+
+
+def call_on_damage(engine: sa.Engine, function: Callable[[StoreDamaged], None]) -> None:
+    """Call a function, after the transaction, whenever the database says that it is damaged."""
+    engine.update_execution_options(on_damage=function)
+
+
+def _raise_unavailable(error: DatabaseError, engine: sa.Engine) -> None:
+    """Raise StoreUnavailable if the database is unreachable, read-only or damaged."""
+    unavailable = _unavailable(error, engine)
+    if isinstance(unavailable, StoreDamaged) and (function := engine.get_execution_options().get("on_damage")):
+        function(unavailable)
+    if unavailable is not None:
         raise unavailable from error
 
 
 def _unavailable(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | None:
     """Return the error if the database is unreachable, read-only or damaged; None if a statement was wrong."""
-    if isinstance(error, OperationalError) or getattr(error.orig, "sqlstate", None) in _SERVER_STATES:
+    state = getattr(error.orig, "sqlstate", None)
+    if type(error.orig) is sqlite3.DatabaseError:  # its subclasses are about statements, not about the file
+        return StoreDamaged(
+            f"the store's file {engine.url.database} is damaged, or was never a store ({error.orig}): is the path "
+            f"right? If so, {_REMEDY_OF_DAMAGE}"
+        )
+    if state in _DAMAGED:
         text = " ".join(str(error.orig).split())
-        if (remedy := _remedy_of_refusal(error)) is not None:
-            return StoreUnavailable(f"the store refused a statement: {text}{remedy}")
-        return StoreUnavailable(f"the store did not answer: {text}{_remedy(error, engine)}")
-    if type(error.orig) is not sqlite3.DatabaseError:  # its subclasses are about statements, not about the file
+        return StoreDamaged(f"the store {engine.url.render_as_string()} is damaged ({text}): {_REMEDY_OF_DAMAGE}")
+    if not isinstance(error, OperationalError) and state not in _SERVER_STATES:
         return None
-    return StoreUnavailable(
-        f"the store's file {engine.url.database} is damaged, or was never a store ({error.orig}): is the path right? "
-        "If so, put a backup in its place; what the proxies have recorded since waits in their journals"
-    )
+    text = " ".join(str(error.orig).split())
+    if (remedy := _remedy_of_refusal(error)) is not None:
+        return StoreUnavailable(f"the store refused a statement: {text}{remedy}")
+    return StoreUnavailable(f"the store did not answer: {text}{_remedy(error, engine)}")
 
 
 def _remedy_of_refusal(error: DatabaseError) -> str | None:

@@ -19,7 +19,7 @@ from ratchet.store.states import CallState
 from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
 from tests.harness.proxy.running_proxy import Proxy, Start
-from tests.harness.proxy.servers import ProxyProcess, eventually, leave, spoil
+from tests.harness.proxy.servers import ProxyProcess, eventually, leave, overwrite_table, spoil
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -73,6 +73,17 @@ def test_a_dead_database_never_fails_a_call(start: Start, vllm_url: str, tmp_pat
     eventually(lambda: len(store.calls.page(100, state="answered")) == 20)
     store.close()
     assert rescued.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_damaged_table_is_an_alarm_and_the_store_is_not_up(vllm_url: str, tmp_path: Path, store: Store) -> None:
+    overwrite_table(tmp_path / "store.db", "messages", b"\xa5")
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    eventually(lambda: ready(process.url))
+    assert httpx.post(process.url + "/v1/chat/completions", json=BODY, timeout=60).status_code == 200
+    eventually(lambda: "ratchet_store_up 0.0" in httpx.get(process.url + "/metrics").text)
+    eventually(lambda: [alarm.name for alarm in store.alarms.active()] == ["store_damaged"])
+    assert process.stop() == 0
 
 
 @pytest.mark.slow

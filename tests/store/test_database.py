@@ -20,10 +20,12 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 import ratchet.store.db.engine as database
+from ratchet import cli
 from ratchet.store.db.schema import metadata
-from ratchet.store.errors import SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
-from ratchet.store.store import Store, open_store
-from tests.harness.records import call_start, ended
+from ratchet.store.errors import SchemaMismatch, StoreDamaged, StoreError, StoreNotFound, StoreUnavailable
+from ratchet.store.store import DAMAGE_ALARM, Store, open_store
+from tests.harness.proxy.servers import overwrite_table
+from tests.harness.records import answered_trajectory, call_start, ended
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,6 +195,27 @@ def test_a_file_that_is_damaged_while_it_is_open_is_reported(tmp_path: Path) -> 
             raw.write(b"\xff" * (file.stat().st_size - 100))
         with pytest.raises(StoreUnavailable, match="damaged"):
             store.policies.all()
+
+
+def test_damage_of_a_table_raises_an_alarm_that_verify_clears_once_it_is_repaired(tmp_path: Path) -> None:
+    file = tmp_path / "store.db"
+    with closing(open_store(str(file))) as store:
+        answered_trajectory(store, "first")
+    whole = overwrite_table(file, "messages", b"\xa5")
+    with closing(open_store(str(file))) as store:
+        for _ in range(3):
+            with pytest.raises(StoreDamaged, match="damaged"):
+                answered_trajectory(store, "second")
+        (alarm,) = store.alarms.active()
+    assert (alarm.name, alarm.count) == (DAMAGE_ALARM, 1)
+    assert str(file) in alarm.reason
+    assert "backup" in alarm.reason
+    assert cli.run(["store", "verify", "--store", str(file)]) == 1
+    overwrite_table(file, "messages", whole)
+    with closing(open_store(str(file))) as store:
+        assert store.alarms.active() != []
+        assert cli.run(["store", "verify", "--store", str(file)]) == 0
+        assert store.alarms.active() == []
 
 
 def run_sql(url: str, *statements: str) -> None:

@@ -37,7 +37,7 @@ from ratchet.proxy.journal.segments import (
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.store.errors import SchemaMismatch, StoreUnavailable
+from ratchet.store.errors import StoreError
 from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")
@@ -187,6 +187,8 @@ class Shipper:
             except Exception as error:  # noqa: BLE001 -- the position is unchanged; retry
                 busy, failed = False, True
                 self._metrics.ship_failures.inc()
+                if isinstance(error, StoreError):
+                    self._metrics.store.report("shipping", ok=False)
                 log.warning("event=ship_failed retry_seconds=%.1f reason=%r", wait, str(error))
             self._alarm_queue.deliver_alarms(self._store)
             if self._waiting and self._loop is not None and not self._stop.is_set():
@@ -333,11 +335,7 @@ class Shipper:
 
     def _write(self, segment: SegmentRange) -> WriteResult:
         """Write a range of the journal into the store. Raises StoreError, OSError; then the position is unchanged."""
-        try:
-            result = self._store_writer.write(segment)
-        except (StoreUnavailable, SchemaMismatch):
-            self._metrics.store.report("shipping", ok=False)
-            raise
+        result = self._store_writer.write(segment)
         if result.records:
             self._metrics.store.report("shipping", ok=True)
         self._tools.count(result.tools)

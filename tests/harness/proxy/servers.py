@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -159,6 +160,19 @@ def spoil(*paths: Path) -> None:
     for path in paths:
         with path.open("r+b") as file:
             file.write(b"not a database any more" * 2000)
+
+
+def overwrite_table(file: Path, table: str, pattern: bytes) -> bytes:
+    """Fill the first page of a table, as a failing disk does; return what was there."""
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", [table]).fetchone()
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
+    with file.open("r+b") as raw:
+        raw.seek((page - 1) * size)
+        before = raw.read(size)
+        raw.seek((page - 1) * size)
+        raw.write(pattern * (size // len(pattern)))
+    return before
 
 
 @contextlib.contextmanager
