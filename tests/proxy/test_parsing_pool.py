@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from ratchet.proxy.errors import ClientDisconnected
 from ratchet.proxy.runtime.thread_pools import REQUESTER, FairPool, Requester
+from tests.harness.proxy.running_proxy import Start
 
 
 def run(pool: FairPool, key_id: str, function: Callable[[], object], has_left: bool = False) -> asyncio.Task[object]:
@@ -92,3 +97,25 @@ def test_a_body_that_fails_is_released_without_a_collection() -> None:
         assert body() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.slow
+def test_one_keys_large_bodies_do_not_keep_another_key_waiting(start: Start) -> None:
+    proxy = start()
+    parts = [{"type": "text", "text": "x", "extra": {str(number): {} for number in range(90_000)}}]
+    heavy = json.dumps({"model": "agent", "messages": [{"role": "user", "content": parts}], "top_logprobs": 5})
+    light = json.dumps({"model": "agent", "messages": [{"role": "user", "content": "x" * 300_000}]})
+    answered: list[tuple[str, int]] = []
+
+    def send(key: str, body: str) -> None:
+        head = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        answer = httpx.post(f"{proxy.url}/v1/chat/completions", content=body, headers=head, timeout=120)
+        answered.append((key, answer.status_code))
+
+    with ThreadPoolExecutor(21) as clients:
+        for _ in range(20):
+            clients.submit(send, "a", heavy)
+        time.sleep(0.3)
+        clients.submit(send, "b", light)
+    assert set(answered) == {("a", 400), ("b", 200)}  # `top_logprobs` is refused after the messages are read
+    assert answered.index(("b", 200)) < 12
