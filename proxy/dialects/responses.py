@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from ratchet.proxy.dialects import chat, inner_request, responses_request
 from ratchet.proxy.dialects.content_blocks import BlockEncoder
 from ratchet.proxy.dialects.conversation import Conversations, ConversationTurn
 from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, read_body_with
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.dialects.responses_renderer import ResponseRenderer
+from ratchet.proxy.errors import BodyTooLarge
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.capture import Capture
@@ -40,9 +43,15 @@ class Responses:
         return await read_body_with(lambda _: self._read(fields, previous), body)
 
     async def _with_items(self, items: list[Any], key_id: str | None) -> list[Any]:
-        """Replace item references by their items. Raises NotFound, NotReady."""
+        """Replace item references by their items. Raises NotFound, NotReady, BodyTooLarge."""
         names = [str(item.get("id")) if responses_request.is_reference(item) else None for item in items]
         known = await self._conversations.find_items([name for name in names if name], key_id)
+        sizes = {name: len(msgspec.json.encode(item)) for name, item in known.items()}
+        if sum(sizes[name] for name in names if name) > self._bounds.body:
+            raise BodyTooLarge(
+                f"the items that `input` refers to are larger than {self._bounds.body} bytes (the proxy's setting "
+                "max_body_bytes)"
+            )
         return [known[name] if name else item for name, item in zip(names, items, strict=True)]
 
     def _read(self, body: Json, previous: ConversationTurn | None) -> ParsedRequest:

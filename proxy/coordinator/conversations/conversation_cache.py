@@ -59,6 +59,28 @@ class ConversationCache:
 
     async def find_turn(self, name: str, key_id: str | None) -> ConversationTurn:
         """Return the turn of a response. Raises NotFound, NotReady."""
+        turn = await self._find(name, key_id)
+        self._use(turn)
+        return turn
+
+    async def find_items(self, names: Iterable[str], key_id: str | None) -> dict[str, Json]:
+        """Return output items by id. Raises NotFound, NotReady."""
+        outputs: dict[str, dict[str, Json]] = {}  # of each response, by position
+        found: dict[str, Json] = {}
+        for name in names:
+            response, _, place = name.partition("_")[2].rpartition("_")
+            try:
+                if response not in outputs:
+                    turn = await self._find(f"resp_{response}", key_id)
+                    outputs[response] = _output(turn)
+                    if turn.previous is None:  # a chain of turns is not walked for each of its items
+                        self._use(turn)
+                found[name] = outputs[response][place]
+            except (NotFound, KeyError) as error:
+                raise NotFound(f"the item {name[:80]!r} is not known: send the item itself", param="input") from error
+        return found
+
+    async def _find(self, name: str, key_id: str | None) -> ConversationTurn:
         turn = self._turns.get(name)
         if turn is None or name in self._invalidated:
             stored = await self._stored(name, key_id)
@@ -70,20 +92,7 @@ class ConversationCache:
                 code="previous_response_not_found",
             )
         self._invalidated.discard(name)
-        self._use(turn)
         return turn
-
-    async def find_items(self, names: Iterable[str], key_id: str | None) -> dict[str, Json]:
-        """Return output items by id. Raises NotFound, NotReady."""
-        found: dict[str, Json] = {}
-        for name in names:
-            response, _, place = name.partition("_")[2].rpartition("_")
-            try:
-                turn = await self.find_turn(f"resp_{response}", key_id)
-                found[name] = _output(turn)[place]
-            except (NotFound, KeyError) as error:
-                raise NotFound(f"the item {name[:80]!r} is not known: send the item itself", param="input") from error
-        return found
 
     def invalidate_all(self) -> None:
         """Verify every cached turn in the store before its next use: records were deleted."""

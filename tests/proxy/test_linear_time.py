@@ -1,0 +1,246 @@
+"""Reading a request takes time linear in its bytes, in every dialect and at each of its bounds.
+
+A request of four times the size may take up to eight times as long; what grows with the square takes sixteen times.
+Measured is this process's time on processors, the least of a few tries, each with other texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from backports import zstd
+
+from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
+from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
+from ratchet.proxy.dialects.anthropic_messages import Messages
+from ratchet.proxy.dialects.chat import Chat
+from ratchet.proxy.dialects.completions import Completions
+from ratchet.proxy.dialects.dialect import Dialect
+from ratchet.proxy.dialects.responses import Responses
+from ratchet.proxy.dialects.responses_renderer import response_id
+from ratchet.proxy.dialects.vllm_fields import with_one_system_message
+from ratchet.proxy.errors import BodyTooLarge
+from ratchet.proxy.wire.body_bounds import BodyBounds
+from ratchet.proxy.worker.http.decompression import decompressed_body
+from ratchet.store.store import Store
+from tests.harness.records import call_start
+
+Body = dict[str, Any]
+
+MESSAGES, TOOLS, VALUES = 10_000, 1_000, 2_000_000  # the bounds by default
+BOUNDS = BodyBounds(64 * 2**20, MESSAGES, TOOLS, 100, VALUES)
+PARTS = 40_000  # parts of one message
+WORDS = "SALT as far as I can see, nothing of it is new. " * 12
+SHORT = "SALT, and so on"
+TEXT: Body = {"type": "text", "text": SHORT}
+SCHEMA: Body = {"type": "object", "properties": {f"p{n}": {"type": "string", "description": SHORT} for n in range(10)}}
+
+_salts = itertools.count(1000)
+
+
+def said(role: str, content: Any = WORDS) -> Body:
+    return {"role": role, "content": content}
+
+
+def called(number: int) -> Body:
+    return {"id": f"c{number}", "type": "function", "function": {"name": "look", "arguments": json.dumps({"q": SHORT})}}
+
+
+def function(number: int) -> Body:
+    return {"name": f"f{number}", "description": SHORT, "parameters": SCHEMA}
+
+
+def wide(count: int) -> Body:
+    return {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(count)}}
+
+
+USER = said("user", SHORT)
+CHAT: dict[str, tuple[int, Callable[[int], Body]]] = {
+    "turns": (MESSAGES, lambda n: {"messages": [said("user"), said("assistant")] * (n // 2)}),
+    "first system messages": (MESSAGES, lambda n: {"messages": [said("system")] * n}),
+    "system messages after the user": (MESSAGES, lambda n: {"messages": [USER, *[said("developer")] * (n - 1)]}),
+    "system messages between turns": (MESSAGES, lambda n: {"messages": [said("user"), said("system")] * (n // 2)}),
+    "parts": (PARTS, lambda n: {"messages": [said("user", [TEXT] * n)]}),
+    "system parts": (PARTS, lambda n: {"messages": [USER, said("system", [TEXT] * n)]}),
+    "calls": (PARTS, lambda n: {"messages": [said("assistant") | {"tool_calls": [called(i) for i in range(n)]}]}),
+    "tools": (TOOLS, lambda n: {"tools": [{"type": "function", "function": function(i)} for i in range(n)]}),
+    "allowed tools": (
+        TOOLS,
+        lambda n: {
+            "tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(n)],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(n)]},
+            },
+        },
+    ),
+    "a schema": (
+        PARTS * 2, lambda n: {"tools": [{"type": "function", "function": {"name": "f", "parameters": wide(n)}}]},
+    ),
+    "values": (VALUES - 100, lambda n: {"unknown": [1] * n}),
+    "a number": (10**6, lambda n: {"unknown": ["7" * n]}),
+    "a text": (8 * 10**6, lambda n: {"messages": [said("user", SHORT * (n // len(SHORT)))]}),
+    "arguments": (
+        10**6,
+        lambda n: {
+            "messages": [
+                said("assistant")
+                | {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": json.dumps(["x\n"] * (n // 8))}}]}
+            ]
+        },
+    ),
+}  # fmt: skip
+USED = {"type": "tool_use", "id": "c", "name": "look", "input": {"q": SHORT}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT, {"type": "tool_reference", "tool_name": "f"}]}
+PAPER = {"type": "document", "title": SHORT, "source": {"type": "content", "content": [TEXT]}}
+ANTHROPIC: dict[str, tuple[int, Callable[[int], Body]]] = {
+    "answers in a row": (MESSAGES, lambda n: {"messages": [said("assistant", [TEXT, USED])] * n}),
+    "texts in a row": (MESSAGES, lambda n: {"messages": [said("assistant")] * n}),
+    "thoughts in a row": (
+        MESSAGES, lambda n: {"messages": [said("assistant", [{"type": "thinking", "thinking": WORDS}])] * n},
+    ),
+    "questions in a row": (MESSAGES, lambda n: {"messages": [said("user", [TEXT, TEXT])] * n}),
+    "first system messages": (MESSAGES, lambda n: {"messages": [said("system")] * n}),
+    "system messages after the user": (MESSAGES, lambda n: {"messages": [USER, *[said("system")] * (n - 1)]}),
+    "system messages between turns": (MESSAGES, lambda n: {"messages": [said("user"), said("system")] * (n // 2)}),
+    "system blocks": (PARTS, lambda n: {"system": [TEXT] * n}),
+    "blocks": (PARTS, lambda n: {"messages": [said("user", [TEXT] * n)]}),
+    "calls": (PARTS, lambda n: {"messages": [said("assistant", [USED] * n)]}),
+    "results": (PARTS, lambda n: {"messages": [said("user", [RESULT] * n)]}),
+    "documents": (PARTS, lambda n: {"messages": [said("user", [PAPER] * n)]}),
+    "tools": (TOOLS, lambda n: {"tools": [{"name": f"f{i}", "input_schema": SCHEMA} for i in range(n)]}),
+    "a schema": (PARTS * 2, lambda n: {"tools": [{"name": "f", "input_schema": wide(n)}]}),
+    "a format": (PARTS * 2, lambda n: {"output_config": {"format": {"type": "json_schema", "schema": wide(n)}}}),
+}  # fmt: skip
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": WORDS}]}
+ITEMS: dict[str, Body] = {
+    "answers": said("assistant"),
+    "thoughts": THOUGHT,
+    "calls": {"type": "function_call", "call_id": "c", "name": "look", "arguments": json.dumps({"q": WORDS})},
+    "custom calls": {"type": "custom_tool_call", "call_id": "c", "name": "look", "input": WORDS},
+    "shell calls": {"type": "local_shell_call", "call_id": "c", "action": {"command": [WORDS]}},
+    "searches": {"type": "web_search_call", "action": {"query": WORDS}},
+    "results": {"type": "function_call_output", "call_id": "c", "output": WORDS},
+    "questions": said("user"),
+    "developer messages": said("developer"),
+}
+RESPONSES: dict[str, tuple[int, Callable[[int], Body]]] = {
+    **{f"{name} in a row": (MESSAGES, lambda n, item=item: {"input": [item] * n}) for name, item in ITEMS.items()},
+    "developer messages after the user": (MESSAGES, lambda n: {"input": [USER, *[said("developer")] * (n - 1)]}),
+    "parts": (PARTS, lambda n: {"input": [said("user", [TEXT] * n)]}),
+    "output parts": (PARTS, lambda n: {"input": [said("assistant", [TEXT] * n)]}),
+    "tools": (TOOLS, lambda n: {"tools": [{"type": "function", **function(i)} for i in range(n)]}),
+    "a namespace": (
+        PARTS,
+        lambda n: {"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom", "name": "f"}] * n}]},
+    ),
+    "allowed tools": (
+        PARTS,
+        lambda n: {
+            "tools": [
+                {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": f"f{i}"} for i in range(n)]}
+            ],
+            "tool_choice": {"type": "allowed_tools", "tools": [{"name": f"f{i}"} for i in range(n)]},
+        },
+    ),
+    "a format": (
+        PARTS * 2, lambda n: {"text": {"format": {"type": "json_schema", "name": "a", "schema": wide(n)}}},
+    ),
+}  # fmt: skip
+COMPLETIONS: dict[str, tuple[int, Callable[[int], Body]]] = {
+    "prompts": (PARTS * 2, lambda n: {"prompt": [SHORT] * n}),
+    "ids": (VALUES - 100, lambda n: {"prompt": [7] * n}),
+    "a text": (8 * 10**6, lambda n: {"prompt": SHORT * (n // len(SHORT))}),
+}
+DIALECTS: dict[str, tuple[Dialect, dict[str, tuple[int, Callable[[int], Body]]], Body]] = {
+    "chat": (Chat(BOUNDS), CHAT, {"messages": [USER]}),
+    "messages": (Messages(BOUNDS), ANTHROPIC, {"messages": [USER], "max_tokens": 9}),
+    "responses": (Responses(None, BOUNDS), RESPONSES, {"input": [USER]}),  # type: ignore[arg-type]
+    "completions": (Completions(BOUNDS), COMPLETIONS, {"prompt": SHORT}),
+}
+CASES = [(dialect, case) for dialect, (_, cases, _) in DIALECTS.items() for case in cases]
+PACKED: dict[str, tuple[int, Callable[[int], bytes]]] = {
+    **{
+        f"{name}, {what}": made
+        for name, pack in (("gzip", gzip.compress), ("zstd", zstd.compress))
+        for what, made in {
+            "empty parts": (4096, lambda n, pack=pack: pack(b"") * n),
+            "small parts": (4096, lambda n, pack=pack: pack(b"SALT") * n),
+            "one part": (32 * 2**20, lambda n, pack=pack: pack(b" " * n)),
+            "what cannot be packed": (8 * 2**20, lambda n, pack=pack: pack(random.randbytes(n))),
+        }.items()
+    },
+    "zstd, empty blocks": (10**6, lambda n: zstd.compress(b"")[:-3] + b"\0\0\0" * n + b"\1\0\0"),
+}
+
+
+def least_seconds(run: Callable[[bytes], object], body: bytes) -> float:
+    """Return the least time on processors that one of two runs takes, each with another body of the same size."""
+    taken = []
+    for _ in range(2):
+        salted = body.replace(b"SALT", b"%04d" % (next(_salts) % 10_000))
+        begun = time.process_time()
+        run(salted)
+        taken.append(time.process_time() - begun)
+    return min(taken)
+
+
+def check_linear(run: Callable[[bytes], object], small: bytes, large: bytes) -> None:
+    """Check that `large`, of four times the size, takes no more than eight times as long; what is at once may vary."""
+    seconds = least_seconds(run, small), least_seconds(run, large)
+    assert seconds[1] < 8 * max(seconds[0], 0.005), seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dialect", "case"), CASES)
+def test_reading_takes_time_linear_in_the_bytes(dialect: str, case: str) -> None:
+    reader, cases, whole = DIALECTS[dialect]
+    bound, make = cases[case]
+
+    def read(body: bytes) -> None:
+        request = asyncio.run(reader.read(body, f"key_{body[:200]!r}")).request
+        with_one_system_message(request).outgoing("served")
+
+    bodies = [json.dumps({"model": "agent", **whole, **make(n)}).encode() for n in (bound // 4, bound)]
+    check_linear(read, *bodies)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PACKED)
+def test_decompressing_takes_time_linear_in_the_bytes(case: str) -> None:
+    bound, make = PACKED[case]
+
+    def read(body: bytes) -> None:
+        decompressed_body(body, BOUNDS.body, case.partition(",")[0])
+
+    check_linear(read, make(bound // 4), make(bound))
+
+
+@pytest.mark.slow
+def test_reading_references_takes_time_linear_in_their_number(store: Store) -> None:
+    memory = ConversationCache(store, RecordLookups(store), 2**28, 2**28)
+    dialect, previous = Responses(memory, BOUNDS), None
+    for count in (500, 2000):
+        calls = [called(number) for number in range(count)]
+        start = call_start(f"call_{count}", "t1", key_id="k1")
+        memory.add_response(start, [USER, said("assistant") | {"tool_calls": calls}], previous)
+        previous = asyncio.run(memory.find_turn(response_id(start.call_id), "k1"))
+
+    def refer(count: int) -> bytes:
+        items = [{"type": "item_reference", "id": f"fc_{count}_{place}"} for place in range(1, count)]
+        return json.dumps({"model": "agent", "input": items}).encode()
+
+    check_linear(lambda body: asyncio.run(dialect.read(body, "k1")), refer(500), refer(2000))
+    repeated = {"type": "item_reference", "id": "msg_2000_0"}
+    body = {"model": "agent", "input": [repeated] * MESSAGES}
+    with pytest.raises(BodyTooLarge, match="max_body_bytes"):
+        asyncio.run(Responses(memory, replace(BOUNDS, body=2**20)).read(json.dumps(body).encode(), "k1"))
