@@ -26,15 +26,15 @@ from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.objectives import Objective, Preference
 
 # From the rows of a group or trajectory, h by trajectory and beta to the weight by trajectory and the loss.
-_Weigh = Callable[[Sequence[TokenRow], Mapping[str, float], float], tuple[dict[str, float], float] | None]
+_WeightsOf = Callable[[Sequence[TokenRow], Mapping[str, float], float], tuple[dict[str, float], float] | None]
 
 
-def _objective(weigh: _Weigh, *, of_groups: bool) -> Objective:
+def _objective(weights_of: _WeightsOf, *, of_groups: bool) -> Objective:
     def units(rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
         by_unit: dict[str, list[TokenRow]] = {}
         for row in rows:
             by_unit.setdefault(row.group if of_groups else row.trajectory_id, []).append(row)
-        return [members for members in by_unit.values() if weigh(members, {}, 1.0) is not None]
+        return [members for members in by_unit.values() if weights_of(members, {}, 1.0) is not None]
 
     def weighted_rows(rows: Sequence[TokenRow], gaps: Sequence[float], beta: float) -> tuple[list[TokenRow], float]:
         h: dict[str, float] = {}
@@ -43,7 +43,7 @@ def _objective(weigh: _Weigh, *, of_groups: bool) -> Objective:
         kept: list[tuple[TokenRow, float]] = []
         losses: list[float] = []
         for members in units(rows):
-            if (found := weigh(members, h, beta)) is None:
+            if (found := weights_of(members, h, beta)) is None:
                 continue
             weights, loss = found
             losses.append(loss)

@@ -17,7 +17,6 @@ from ratchet.store.reports.learning_report import (
 )
 from ratchet.store.store import Store
 from ratchet.trainer.settings.judge_specs import gives_only_ranks, read_spec
-from ratchet.tuner.reports.version_evidence import gather
 from tests.harness.records import answered_trajectory, judged_group
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.stepped_controller import SteppedController
@@ -63,8 +62,6 @@ def test_the_learning_report_and_the_console_say_relative_and_give_no_mean(store
     (alias,) = Overview(store).read()["aliases"]
     assert (alias["relative"], list(alias["learning"]["versions"])) == (True, [])
     assert alias["learning"]["missing"] == RELATIVE_SCORES_NOTE
-    card = gather(store, store.policies.get("agent", 0), "base", {}).gain
-    assert (card.families, card.missing) == ((), RELATIVE_SCORES_NOTE)
 
 
 def test_the_trainer_notes_what_its_judge_is(store: Store, make_controller: Callable[..., SteppedController]) -> None:

@@ -22,7 +22,7 @@ from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.ratchet.test_teacher import entry
 from tests.trainer.test_rules import Message, made, member
 
-JUDGE = {"kind": "next_state", "base_url": "http://127.0.0.1:1", "model": "m"}
+JUDGE: dict[str, Any] = {"kind": "next_state", "base_url": "http://127.0.0.1:1", "model": "m"}
 
 
 def test_a_next_state_model_that_is_away_gets_one_request() -> None:
