@@ -36,7 +36,8 @@ from tests.harness.records import call_start
 
 Body = dict[str, Any]
 
-MESSAGES, TOOLS, VALUES = 10_000, 1_000, 2_000_000  # the bounds by default
+MESSAGES, TOOLS = 10_000, 1_000  # the bounds by default
+VALUES = 2_000_000  # ten times the bound by default
 BOUNDS = BodyBounds(64 * 2**20, MESSAGES, TOOLS, 100, VALUES)
 PARTS = 40_000  # parts of one message
 WORDS = "SALT as far as I can see, nothing of it is new. " * 12

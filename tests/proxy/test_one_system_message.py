@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ratchet.proxy.dialects.inner_request import with_one_system_message
-from tests.harness.proxy.running_proxy import Proxy
+from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy, running
+from tests.harness.proxy.scripted_scale_out import ScriptedScaleOut
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import served
 from tests.proxy.test_prompts import give
 
 
@@ -100,3 +104,22 @@ def test_a_versions_prompt_replaces_the_first_message_and_keeps_what_follows_it(
     body = {"model": "agent", **MIDDLE["/v1/chat/completions"]}
     assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
     assert vllm.calls[-1]["messages"][0] == said("system", "tuned\n\nb")
+
+
+@pytest.mark.parametrize("prompt", [None, "tuned"])
+def test_answers_between_system_messages_are_spliced(store: Store, tmp_path: Path, prompt: str | None) -> None:
+    with served(ScriptedScaleOut()) as url, running(url, store, tmp_path) as proxy:
+        if prompt:
+            give(proxy, prompt)
+        messages = [said("system", "a"), said("developer", "b"), said("user", "#think=hm #tool=search #drift")]
+        for text in ("#think=so #tool=search #drift", "#say=the.end", "#say=more"):
+            body = {"model": "agent", "messages": messages}
+            answer = proxy.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+            calls = answer.get("tool_calls") or []
+            messages += [said("assistant", answer["content"]) | ({"tool_calls": calls} if calls else {})]
+            messages += [said("tool", text) | {"tool_call_id": call["id"]} for call in calls]
+            messages += [said("system", "now"), said("user", text)]
+        proxy.settled()
+        made = sorted(store.calls.page(), key=lambda call: call.started_at)
+        assert [call.context for call in made] == ["root", "exact", "exact"]
+        assert 'ratchet_exact_splices_total{outcome="spliced"} 2.0' in proxy.http.get("/metrics").text
