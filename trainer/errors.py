@@ -26,7 +26,8 @@
     │   └── LearnerTaken          another learner trains the base model; the message has its address
     ├── JudgeError                the judge cannot be loaded
     │   ├── JudgeUnavailable      the judge model gave no valid answer
-    │   │   └── JudgeAway         its endpoint takes no request now; the message has the remedy
+    │   │   ├── JudgeAway         its endpoint takes no request now; the message has the remedy
+    │   │   └── QuestionTooLong   it does not fit into the judge model's context
     │   └── JudgeFailed           one judgement failed: an exception, no return, no finite score
     ├── EngineError
     │   ├── EngineUnreachable     vLLM does not respond; a retry may help
@@ -210,6 +211,10 @@ class JudgeUnavailable(JudgeError):
 
 class JudgeAway(JudgeUnavailable):
     """The judge model's endpoint cannot be reached, refuses the key or takes no request now. A later try may help."""
+
+
+class QuestionTooLong(JudgeUnavailable):
+    """The endpoint says that the question does not fit into the judge model's context."""
 
 
 class JudgeFailed(JudgeError):

@@ -35,7 +35,12 @@ def test_a_key_has_one_place_and_other_keys_go_before_its_next_body(threads: int
     may_end = threading.Event()
 
     def parse(name: str, first: bool = False) -> Callable[[], object]:
-        return lambda: (may_end.wait(30) if first else None, order.append(name))
+        def read() -> None:
+            if first:
+                may_end.wait(30)
+            order.append(name)
+
+        return read
 
     async def serve() -> None:
         pool = FairPool(threads, "test")

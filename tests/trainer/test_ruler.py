@@ -365,6 +365,39 @@ def test_a_member_of_many_short_parts_has_its_share_of_the_budget_and_no_more(me
     assert loop["messages"][-1] == end
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens.",
+        {"error": {"code": "context_length_exceeded", "message": "reduce the length"}},
+        "Request too large: the prompt is too long",
+    ],
+)
+def test_a_group_with_more_tokens_than_estimated_is_asked_again_with_less(
+    model: ScriptedJudgeModel, refusal: Any
+) -> None:
+    answer = by_content({"Oslo": 1.0, "Rome": 0.0})
+    model.answers = [(400, refusal), (400, refusal), answer, answer]
+    own = judge(model, context_tokens=4_000)
+    root: list[Message] = [{"role": "user", "content": "Where?"}]
+    group = [
+        member(word, [*root, {"role": "tool", "content": "1 2 3 " * 3_000}, {"role": "assistant", "content": word}])
+        for word in ("Oslo", "Rome")
+    ]
+    assert scores(own.judge("g", group)) == [1.0, 0.0]
+    lengths = [len(request["messages"][1]["content"]) for request in model.requests]
+    assert lengths[0] > 1.5 * lengths[1] > 2 * lengths[2]
+    own.judge("g", two())
+    assert model.requests[-1]["response_format"]["type"] == "json_schema"  # the refusal was not about the format
+
+
+def test_a_group_that_fits_in_no_size_fails_with_the_setting(model: ScriptedJudgeModel) -> None:
+    model.answers = [(400, "the context length is exceeded")] * 4
+    (first, _) = judge(model).judge("g", two()).verdicts
+    assert "lower context_tokens" in str(first.failure)
+    assert len(model.requests) == 4
+
+
 def test_many_tools_have_the_share_of_one_member() -> None:
     tools = [{"type": "function", "function": {"name": f"tool_{n}", "parameters": {}}} for n in range(5_000)]
     group = [msgspec.structs.replace(one, tools=tuple(tools)) for one in two()]

@@ -19,7 +19,12 @@ from pydantic import Field
 from ratchet.store.records import JudgeRequest, Transcript, Verdict
 from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.images import JudgeImages
-from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, key_of_model
+from ratchet.trainer.controller.judges.language_model import (
+    JudgeModelSession,
+    LanguageModel,
+    ask_within,
+    key_of_model,
+)
 from ratchet.trainer.controller.judges.limits import MAX_COMPONENTS
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.controller.judges.outages import ask_unless_away
@@ -104,20 +109,26 @@ class NextStateJudge:
         """Return the draft verdict on one trajectory. Raises JudgeAway."""
         if not turns:
             return DraftVerdict.failed("no answer of this trajectory has a next message: there is no evidence")
+        try:
+            return ask_within(self._budget, partial(self._rate, turns, session))
+        except JudgeAway:
+            raise
+        except JudgeUnavailable as failed:
+            return DraftVerdict.failed(str(failed))
+
+    def _rate(self, turns: Sequence[Mapping[str, Any]], session: JudgeModelSession, budget: int) -> DraftVerdict:
+        """Return the draft verdict from a question of at most `budget` bytes. Raises JudgeUnavailable."""
         pictures = JudgeImages(self._images)
-        shown = fitted(pictures.describe(turns), self._budget)
+        shown = fitted(pictures.describe(turns), budget)
         numbers = [turn["number"] for turn in shown if isinstance(turn, Mapping)]
+        if not numbers:
+            return DraftVerdict.failed("no answer fits into the question: raise context_tokens")
         text = msgspec.json.encode({"answers": shown}).decode()
         question = [
             {"role": "system", "content": self._task},
             {"role": "user", "content": pictures.content(text)},
         ]
-        try:
-            ratings = self._model.ask(question, _schema(), lambda answer: ratings_of(answer, numbers), session)
-        except JudgeAway:
-            raise
-        except JudgeUnavailable as failed:
-            return DraftVerdict.failed(str(failed))
+        ratings = self._model.ask(question, _schema(), lambda answer: ratings_of(answer, numbers), session)
         named = {f"turn_{number}": value for number, value in zip(numbers, ratings, strict=True)}
         left_out = f"{len(turns) - len(numbers)} answers exceed context_tokens" if len(numbers) < len(turns) else ""
         return DraftVerdict.of(sum(ratings) / len(ratings), left_out, named if len(named) <= MAX_COMPONENTS else {})

@@ -21,7 +21,7 @@ from ratchet.store.ids import new_id
 from ratchet.store.install_hint import install_hint
 from ratchet.store.records import JudgeRequest
 from ratchet.trainer.controller.judges.outages import is_unreached, remedy_of
-from ratchet.trainer.errors import JudgeAway, JudgeError, JudgeUnavailable
+from ratchet.trainer.errors import JudgeAway, JudgeError, JudgeUnavailable, QuestionTooLong
 from ratchet.trainer.settings.judge_specs import ModelSpec
 
 _T = TypeVar("_T")
@@ -31,6 +31,8 @@ _MAX_PAUSE = 30.0  # seconds
 _MAX_PASSES = 30  # over the text of an answer, in search of its JSON
 _DECODER = json.JSONDecoder()
 _THOUGHT = re.compile("</?think>")
+_TOO_LONG = re.compile(r"context[ _](length|window|size)|(prompt|input|request) is too (long|large)", re.IGNORECASE)
+_MAX_HALVINGS = 3  # of a question's budget
 _NO_ROUTE = (404, 405)
 _RETRYABLE = (0, 408, 409, 425, 429, 500, 502, 503, 504)  # 0: no response
 
@@ -113,7 +115,8 @@ class LanguageModel:
     ) -> _T:
         """Return what `read` makes of the answer's JSON; `read` raises ValueError with the reason if it is unusable.
 
-        Raises JudgeUnavailable if no attempt gave a usable answer, JudgeAway if the endpoint takes none now.
+        Raises JudgeUnavailable if no attempt gave a usable answer, JudgeAway if the endpoint takes none now,
+        QuestionTooLong.
         """
         return self._attempt(question, schema, lambda text: read_object(text, read), session)
 
@@ -193,6 +196,10 @@ class LanguageModel:
             status = response.status
             record = self._record(session, request, status, response.text, time.perf_counter() - started)
             session.judge_requests.append(record)
+            if status in (400, 413) and _TOO_LONG.search(response.text):
+                raise QuestionTooLong(
+                    f"{self.spec.model} at {self.spec.base_url}: {record.error}; lower context_tokens"
+                )
             if status == 400 and len(self._formats) > 1 and "response_format" in request:
                 if format_ in self._formats:  # another thread may have removed it
                     self._formats.remove(format_)
@@ -268,6 +275,19 @@ class _Busy(Exception):
 def base_urls(url: str) -> list[str]:
     """Return the possible base URLs, the likelier first."""
     return [url] if re.search(r"/v\d+\w*(/|$)", url) else [f"{url}/v1", url]
+
+
+def ask_within(budget: int, ask: Callable[[int], _T]) -> _T:
+    """Return `ask(budget)`, or with half of it, an eighth at least, if the question is too long for the model.
+
+    How many tokens a text has depends on the model: a budget of bytes is an estimate.
+    """
+    for _ in range(_MAX_HALVINGS):
+        try:
+            return ask(budget)
+        except QuestionTooLong:
+            budget //= 2
+    return ask(budget)
 
 
 def _non_empty(text: str) -> str:

@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from ratchet.store.content import messages as canon
 from ratchet.store.records import Transcript
 from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.images import JudgeImages
-from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, Message
+from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, Message, ask_within
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.controller.judges.truncation import fitted_each
 from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
@@ -76,17 +77,10 @@ class RulerJudge:
         """Return one verdict per member, in order."""
         started_at = time.perf_counter()
         session, away = JudgeModelSession(self.name, group_id), None
-        prompt = ranking_prompt(
-            members,
-            rubric=self._spec.rubric,
-            budget=int(self._spec.context_tokens * _BYTES_PER_TOKEN),
-            shuffle=random.Random(_seed(members)),
-            images=self._spec.max_images,
-        )
         try:
-            reader = _reader(prompt.labels)
-            by_label = self._model.ask(prompt.messages, schema(sorted(prompt.labels)), reader, session)
-            opinions = {place: by_label[label] for label, places in prompt.labels.items() for place in places}
+            opinions = ask_within(
+                int(self._spec.context_tokens * _BYTES_PER_TOKEN), partial(self._opinions, members, session)
+            )
         except JudgeUnavailable as failed:
             opinions = dict.fromkeys(range(len(members)), DraftVerdict.failed(str(failed)))
             away = str(failed) if isinstance(failed, JudgeAway) else None
@@ -106,6 +100,21 @@ class RulerJudge:
             for place, member in enumerate(members)
         ]
         return GroupJudgement(tuple(verdicts), tuple(session.judge_requests), unavailable=away)
+
+    def _opinions(
+        self, members: Sequence[Transcript], session: JudgeModelSession, budget: int
+    ) -> dict[int, DraftVerdict]:
+        """Return the draft verdict by member. Raises JudgeUnavailable."""
+        prompt = ranking_prompt(
+            members,
+            rubric=self._spec.rubric,
+            budget=budget,
+            shuffle=random.Random(_seed(members)),
+            images=self._spec.max_images,
+        )
+        reader = _reader(prompt.labels)
+        by_label = self._model.ask(prompt.messages, schema(sorted(prompt.labels)), reader, session)
+        return {place: by_label[label] for label, places in prompt.labels.items() for place in places}
 
 
 def _seed(members: Sequence[Transcript]) -> str:
