@@ -2,7 +2,7 @@
 
 A block is reasoning, a text, a refusal or one tool call. A delta of another kind, or of another tool call, closes the
 open block first, but not a tool call whose arguments are incomplete: what comes in between waits until they are, or
-until the answer ends. A tool call is opened when its name is known and its arguments have begun. A subclass renders
+until the answer ends. A tool call is opened when its name is known and its arguments have started. A subclass renders
 each step. An answer that did not stream is fed as one delta.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 
 from ratchet.proxy.errors import ProxyError, UpstreamDisconnected
 from ratchet.proxy.wire.capture import Capture
-from ratchet.proxy.wire.tool_calls import ToolCall, ToolCalls
+from ratchet.proxy.wire.tool_calls import StreamedToolCall, ToolCalls
 
 Event = dict[str, Any]
 
@@ -64,7 +64,7 @@ class Block:
     """One block; `place` counts those that were opened. `call` is set if it is a tool call."""
 
     kind: Kind
-    call: ToolCall | None = None
+    call: StreamedToolCall | None = None
     place: int = -1
     pieces: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text block, if the client requested them
@@ -87,7 +87,7 @@ class Block:
     @property
     def may_open(self) -> bool:
         """Whether its beginning is known."""
-        return self.call is None or self.call.has_begun
+        return self.call is None or self.call.has_started
 
     @property
     def may_close(self) -> bool:
@@ -108,7 +108,7 @@ class BlockRenderer(ABC):
         self._open: Block | None = None
         self._waiting: list[Block] = []  # to be opened, in order
         self._tools = ToolCalls()
-        self._calls: dict[ToolCall, Block] = {}
+        self._calls: dict[StreamedToolCall, Block] = {}
 
     @property
     def is_refused(self) -> bool:

@@ -212,7 +212,7 @@ class Capture:
         return sum(len(choice.ids) for choice in self._choices.values())
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether the engine has sampled anything."""
         return any(choice.ids or choice.has_content() for choice in self._choices.values())
 
@@ -244,8 +244,8 @@ class Capture:
                 f"the upstream's stream lacks a choice: its choices are numbered {numbers[:10]}"
             )
         reasons = {choice.finish_reason or "" for choice in self._choices.values()}
-        if said := reasons.intersection(_CUT):
-            return UpstreamDisconnected(f"the upstream did not complete its answer: finish_reason {min(said)}")
+        if stated := reasons.intersection(_CUT):
+            return UpstreamDisconnected(f"the upstream did not complete its answer: finish_reason {min(stated)}")
         has_ended = bool(reasons) and "" not in reasons
         if not has_ended and not (self._lenient and self.is_done):
             return UpstreamDisconnected("the upstream ended its answer without a finish_reason")

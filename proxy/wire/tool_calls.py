@@ -13,7 +13,7 @@ import msgspec
 _object = msgspec.json.Decoder(dict[str, Any])
 
 
-class ToolCall:
+class StreamedToolCall:
     """One tool call while its pieces arrive. `index` is the server's; several calls may have the same."""
 
     __slots__ = ("_arguments", "_is_complete", "id", "index", "name")
@@ -31,7 +31,7 @@ class ToolCall:
         return "".join(self._arguments)
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether its name and the beginning of its arguments are known: its name does not change any more."""
         return bool(self.name and self._arguments)
 
@@ -45,7 +45,7 @@ class ToolCall:
     def add(self, call_id: str, name: str, arguments: str) -> None:
         """Add the fields of a piece; empty ones are not in it. The first id counts."""
         self.id = self.id or call_id
-        if name != self.name and not self.has_begun:  # an equal name is the whole one again
+        if name != self.name and not self.has_started:  # an equal name is the whole one again
             self.name += name
         if arguments:
             self._arguments.append(arguments)
@@ -63,14 +63,14 @@ class ToolCalls:
     __slots__ = ("_at", "_by_id", "_calls")
 
     def __init__(self) -> None:
-        self._calls: list[ToolCall] = []
-        self._at: dict[int, ToolCall] = {}  # the last one at each index
-        self._by_id: dict[tuple[int, str], ToolCall] = {}
+        self._calls: list[StreamedToolCall] = []
+        self._at: dict[int, StreamedToolCall] = {}  # the last one at each index
+        self._by_id: dict[tuple[int, str], StreamedToolCall] = {}
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, piece: dict[str, Any]) -> tuple[ToolCall, str]:
+    def add(self, piece: dict[str, Any]) -> tuple[StreamedToolCall, str]:
         """Add a piece; return its call and the arguments in it. Raises TypeError for a field of the wrong type."""
         index = piece.get("index") or 0
         if not isinstance(index, int):
@@ -86,7 +86,7 @@ class ToolCalls:
         """Return the calls as a message's `tool_calls`, in the order of their indexes."""
         return [call.as_message() for call in sorted(self._calls, key=lambda call: call.index)]
 
-    def _find(self, index: int, call_id: str, name: str) -> ToolCall:
+    def _find(self, index: int, call_id: str, name: str) -> StreamedToolCall:
         """Return the call that a piece belongs to.
 
         An id that is new at its index starts a call. Some servers give each piece a new id (vLLM 0.7 with a named
@@ -97,7 +97,7 @@ class ToolCalls:
             is_repeated = bool(name) and name == call.name and not call.is_complete()
             call = call if is_repeated else None
         if call is None:
-            call = ToolCall(index)
+            call = StreamedToolCall(index)
             self._calls.append(call)
         self._at[index] = call
         if call_id and not call.id:

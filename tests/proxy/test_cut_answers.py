@@ -278,9 +278,9 @@ def test_a_call_that_vllm_refuses_for_the_logprobs_that_the_proxy_adds_is_answer
         assert own.http.post(path, json=request(path)).status_code == 200
         call = newest(own)
         assert (call.state, call.untrainable) == (CallState.ANSWERED, "no_logprobs")
-        asked = {"logprobs": 1 if path == TEXT else True}
+        wanted = {"logprobs": 1 if path == TEXT else True}
         if path in (CHAT, TEXT):
-            assert own.http.post(path, json=request(path) | asked).status_code == 400
+            assert own.http.post(path, json=request(path) | wanted).status_code == 400
         assert len(bodies) == (3 if path in (CHAT, TEXT) else 2)
 
 

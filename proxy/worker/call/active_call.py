@@ -99,7 +99,7 @@ def outcome_of(capture: Capture) -> CallOutcome:
     if capture.error is None:
         return upstream_failed(cut)
     # Once the engine has sampled, it is the engine that failed, whatever status its error states.
-    state = CallState.FAILED if capture.has_begun else _state_of(cut.status)
+    state = CallState.FAILED if capture.has_started else _state_of(cut.status)
     return CallOutcome(state, "stream_error", str(cut))
 
 

@@ -28,7 +28,7 @@ from ratchet.proxy.worker.call.active_call import ActiveCall
 _KEY_REFUSED = (401, 403)
 _VLLM_ONLY = (
     "add_generation_prompt", "chat_template_kwargs", "continue_final_message", "ignore_eos", "min_p", "min_tokens",
-    "repetition_penalty", "stop_token_ids", "structured_outputs", "top_k",
+    "repetition_penalty", "stop_token_ids", "structured_outputs", "thinking_token_budget", "top_k",
 )  # fmt: skip
 _UNTRANSLATED = ("chat", "completions")  # the dialects that such a server accepts itself
 

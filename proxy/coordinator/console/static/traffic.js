@@ -34,7 +34,7 @@ export class Traffic {
       rates,
       rate: this.looks.length > 1 ? (sum(now.found, "ratchet_calls_total") - sum(first.found, "ratchet_calls_total")) / (now.at - first.at) : null,
       calls: sum(now.found, "ratchet_calls_total"),
-      failed: sum(now.found, "ratchet_calls_total", { state: "failed" }),
+      failed: ["failed", "refused"].reduce((all, state) => all + sum(now.found, "ratchet_calls_total", { state }), 0),
       aborted: sum(now.found, "ratchet_calls_total", { state: "aborted" }),
       underWay: sum(now.found, "ratchet_calls_in_flight"),
       p50: quantile("ratchet_call_duration_seconds", 0.5),
