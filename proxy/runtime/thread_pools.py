@@ -4,7 +4,7 @@ The event loop's default executor is for start and stop only. Keys, policies and
 
 Parsing is fair: of a key one large body is parsed at a time, in the order of arrival, and the next one is that of the
 key that has waited longest. Another key's bodies therefore never wait for more than the bodies that run. Work whose
-client has left, or whose task was cancelled, is not begun.
+client has left, or whose task was cancelled, is not started.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ class FairPool:
         self._lock = threading.Lock()
         self._free = threads
         self._running: set[str | None] = set()  # keys
-        self._waiting: dict[str | None, deque[_Job]] = {}  # by key, the next one first
-        self._begun: deque[_Job] = deque()
+        self._waiting: dict[str | None, deque[_ParsingJob]] = {}  # by key, the next one first
+        self._started: deque[_ParsingJob] = deque()
 
     async def run(self, function: Callable[..., _T], *values: object) -> _T:
         """Run a function for the requester of this task. Raises what it raises, ClientDisconnected."""
         # No frame of the traceback may hold the job: it holds the error, and both would stay until a full collection.
-        return await asyncio.wrap_future(self._add(_Job(REQUESTER.get(_NOBODY), function, values)))
+        return await asyncio.wrap_future(self._add(_ParsingJob(REQUESTER.get(_NOBODY), function, values)))
 
-    def _add(self, job: _Job) -> Future[Any]:
+    def _add(self, job: _ParsingJob) -> Future[Any]:
         with self._lock:
             self._waiting.setdefault(job.requester.key_id, deque()).append(job)
-            self._begin_jobs()
+            self._start_jobs()
         return job.result
 
-    def _begin_jobs(self) -> None:
+    def _start_jobs(self) -> None:
         for key_id in [one for one in self._waiting if one not in self._running][: self._free]:
             self._running.add(key_id)
             self._free -= 1
-            self._begun.append(self._waiting[key_id].popleft())
+            self._started.append(self._waiting[key_id].popleft())
             if not self._waiting[key_id]:
                 del self._waiting[key_id]
             self._executor.submit(self._run_job)
 
     def _run_job(self) -> None:
-        job = self._begun.popleft()
+        job = self._started.popleft()
         key_id = job.requester.key_id
         job.run()
         del job
@@ -75,10 +75,10 @@ class FairPool:
             self._free += 1
             if (jobs := self._waiting.pop(key_id, None)) is not None:
                 self._waiting[key_id] = jobs  # behind the keys that wait already
-            self._begin_jobs()
+            self._start_jobs()
 
 
-class _Job:
+class _ParsingJob:
     """A function to be called for a requester, and its result."""
 
     def __init__(self, requester: Requester, function: Callable[..., Any], values: tuple[object, ...]) -> None:

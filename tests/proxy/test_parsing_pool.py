@@ -59,7 +59,7 @@ def test_a_key_has_one_place_and_other_keys_go_before_its_next_body(threads: int
     assert order == (["b", "c", "a0", "a1", "a2"] if threads > 1 else ["a0", "b", "c", "a1", "a2"])
 
 
-def test_work_is_not_begun_for_a_client_that_has_left_or_a_request_that_was_cancelled() -> None:
+def test_work_is_not_started_for_a_client_that_has_left_or_a_request_that_was_cancelled() -> None:
     parsed: list[str] = []
     may_end = threading.Event()
 
@@ -82,14 +82,14 @@ def test_work_is_not_begun_for_a_client_that_has_left_or_a_request_that_was_canc
 
 
 def test_a_body_that_fails_is_released_without_a_collection() -> None:
-    class Body:
+    class LargeBody:
         size = 5
 
-    def refuse(body: Body) -> None:
+    def refuse(body: LargeBody) -> None:
         raise ValueError(str(body.size))
 
-    async def serve(pool: FairPool) -> weakref.ref[Body]:
-        body = Body()
+    async def serve(pool: FairPool) -> weakref.ref[LargeBody]:
+        body = LargeBody()
         with pytest.raises(ValueError, match="5"):
             await pool.run(refuse, body)
         return weakref.ref(body)

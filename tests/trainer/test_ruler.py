@@ -373,7 +373,7 @@ def test_a_member_of_many_short_parts_has_its_share_of_the_budget_and_no_more(me
         "Request too large: the prompt is too long",
     ],
 )
-def test_a_group_with_more_tokens_than_estimated_is_asked_again_with_less(
+def test_a_group_with_more_tokens_than_estimated_gets_a_shorter_question(
     model: ScriptedJudgeModel, refusal: Any
 ) -> None:
     answer = by_content({"Oslo": 1.0, "Rome": 0.0})
