@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from ratchet.demo.email_search.tools import TOOLS, opening
+from ratchet.demo.email_search.agent import TOOLS, opening
 
 Json = dict[str, Any]
 

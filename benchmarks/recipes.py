@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.email_search.demonstrations import MIXED, EpisodeMailbox, draw
-from ratchet.demo.email_search.tools import TOOLS
+from ratchet.demo.email_search.agent import TOOLS
 from ratchet.supervisor import signals
 
 CONFIG = "ratchet/demo/email_search/ratchet.yaml"

@@ -40,9 +40,9 @@ from openai import AsyncOpenAI
 
 from benchmarks.advantages import ranking_model
 from examples.production.figures import gain, wilson
+from ratchet.demo.email_search.agent import TOOLS, opening
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.tasks import MailTask, every_task, home, read_tasks
-from ratchet.demo.email_search.tools import TOOLS, opening
 from ratchet.demo.run import TINY
 from ratchet.settings.load_settings import load
 from ratchet.settings.project_settings import Settings

@@ -16,9 +16,9 @@ from typing import Any
 
 from examples.email_search.demonstrations import EpisodeMailbox, tools
 from examples.tiny_policy.chat_format import END, Messages, render
+from ratchet.demo.email_search.agent import MAX_TURNS, call_tool, opening
 from ratchet.demo.email_search.mailbox import Mailbox
 from ratchet.demo.email_search.tasks import VALIDATION_PAIRS, MailTask, make_task, matches
-from ratchet.demo.email_search.tools import MAX_TURNS, call_tool, opening
 
 MAX_GREEDY = 0.15
 MAX_SAMPLED = 0.35

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.tiny_policy.chat_format import Messages
+from ratchet.demo.email_search.agent import TOOLS, call_tool, opening
 from ratchet.demo.email_search.mailbox import CITIES, MONTHS, Mailbox, SyntheticMail, synthetic_mails
 from ratchet.demo.email_search.tasks import TRAIN_PAIRS, MailTask, make_task
-from ratchet.demo.email_search.tools import TOOLS, call_tool, opening
 
 _JUNK_KEYWORDS = ("email", "message", "information")
 

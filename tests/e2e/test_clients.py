@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from ratchet.demo.email_search.agent import ACCEPTED, TOOLS, call_tool, opening
 from ratchet.demo.email_search.mailbox import Mailbox, synthetic_mails
 from ratchet.demo.email_search.tasks import MailTask, make_tasks
-from ratchet.demo.email_search.tools import ACCEPTED, TOOLS, call_tool, opening
 from ratchet.store.records import Call
 from ratchet.store.store import Store, open_store
 from tests.harness.cli.project import Project, wait_for

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from ratchet.demo.email_search.tools import TOOLS, opening
+from ratchet.demo.email_search.agent import TOOLS, opening
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project, wait_for
 

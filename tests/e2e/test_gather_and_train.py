@@ -11,7 +11,7 @@ import openai
 import pytest
 
 import ratchet
-from ratchet.demo.email_search.tools import opening
+from ratchet.demo.email_search.agent import opening
 from ratchet.store.states import PolicyState
 from ratchet.store.store import open_store
 from tests.harness.cli.project import ROOT, Project

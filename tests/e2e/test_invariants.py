@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ratchet.demo.email_search.tools import TOOLS, opening
+from ratchet.demo.email_search.agent import TOOLS, opening
 from ratchet.settings.project_settings import Settings
 from ratchet.store.content.messages import path, tools_hash
 from ratchet.store.records import Policy

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from ratchet.demo.email_search.tools import TOOLS, opening
+from ratchet.demo.email_search.agent import TOOLS, opening
 from ratchet.store.states import ResampleState, TrajectoryState
 from ratchet.store.store import open_store
 from ratchet.trainer.settings.trainer_settings import TrainerSettings

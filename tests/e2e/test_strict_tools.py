@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.demo.email_search.tools import TOOLS
+from ratchet.demo.email_search.agent import TOOLS
 from ratchet.proxy.dialects.chat import Chat
 from ratchet.proxy.dialects.tool_grammar import mark_tool_grammar
 from ratchet.proxy.wire.body_bounds import BodyBounds

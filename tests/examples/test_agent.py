@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import ratchet.demo
+from ratchet.demo.email_search.agent import TOOLS
 from ratchet.demo.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mail, Mailbox
 from ratchet.demo.email_search.tasks import MailTask, read_tasks
-from ratchet.demo.email_search.tools import TOOLS
 from ratchet.demo.traffic import TaskRollout, shuffled
 from tests.harness.examples.mail_rollouts import run_tasks
 from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
@@ -49,7 +49,7 @@ def test_the_agent_and_all_that_it_imports_need_only_the_sdk_and_rich() -> None:
                 open_files += {module.removeprefix("ratchet.demo.")} - seen
             else:  # rich draws the progress
                 assert module.split(".")[0] in sys.stdlib_module_names | {"openai", "rich"}, module
-    assert seen == {"email_search.agent", "email_search.mailbox", "email_search.tasks", "email_search.tools", "traffic"}
+    assert seen == {"email_search.agent", "email_search.mailbox", "email_search.tasks", "traffic"}
 
 
 async def test_a_request_holds_nothing_that_is_not_the_sdks_or_the_apis(box: Mailbox, task: MailTask) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from ratchet.demo.email_search.agent import opening
 from ratchet.demo.email_search.judge import UnknownQuestionError, judge
 from ratchet.demo.email_search.tasks import MailTask, read_tasks
-from ratchet.demo.email_search.tools import opening
 from tests.harness.examples.scripted_model import tool_call
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.email_search.demonstrations import MIXED, EpisodeMailbox, draw
+from ratchet.demo.email_search.agent import TOOLS, call_tool
 from ratchet.demo.email_search.mailbox import DATABASE, ENTITIES, Mail, Mailbox, synthetic_mails
 from ratchet.demo.email_search.tasks import (
     FORWARD,
@@ -23,7 +24,6 @@ from ratchet.demo.email_search.tasks import (
     read_tasks,
     write_tasks,
 )
-from ratchet.demo.email_search.tools import TOOLS, call_tool
 
 
 def test_a_search_finds_the_mail_and_reading_it_gives_the_answer(box: Mailbox, task: MailTask) -> None:

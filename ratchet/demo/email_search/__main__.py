@@ -8,7 +8,7 @@ from pathlib import Path
 
 from openai import AsyncOpenAI
 
-from ratchet.demo.email_search.agent import MAX_TOKENS, Agent
+from ratchet.demo.email_search.agent import MAX_TOKENS, MAX_TURNS, Agent
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox, synthetic_mails
 from ratchet.demo.email_search.tasks import (
     HARD,
@@ -20,7 +20,6 @@ from ratchet.demo.email_search.tasks import (
     read_tasks,
     write_tasks,
 )  # fmt: skip
-from ratchet.demo.email_search.tools import MAX_TURNS
 from ratchet.demo.traffic import Attempt, command_line, run_verb
 
 

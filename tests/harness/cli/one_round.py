@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from ratchet.demo.email_search.tools import opening
+from ratchet.demo.email_search.agent import opening
 from ratchet.store.states import SERVING, PolicyState, RoundState
 from ratchet.store.store import Store, open_store
 from tests.harness.cli.project import ROOT, Project, is_alive, wait_for

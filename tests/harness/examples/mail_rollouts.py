@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ratchet.demo.email_search.agent import Agent
+from ratchet.demo.email_search.agent import MAX_TURNS, Agent
 from ratchet.demo.email_search.mailbox import Mailbox
 from ratchet.demo.email_search.tasks import MailTask
-from ratchet.demo.email_search.tools import MAX_TURNS
 from ratchet.demo.traffic import TaskRollout, connection, run_attempts
 
 

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet.demo.email_search.tools import TOOLS, opening
+from ratchet.demo.email_search.agent import TOOLS, opening
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.cli.project import ROOT
