@@ -2,8 +2,7 @@
 # Set up the agent SDKs and frameworks for the tests of real clients: deploy/clients.sh VENV. Skips what is up to date.
 #
 # Their requirements conflict with each other and with Ratchet's, so each has an environment of its own:
-# VENV/clients/NAME for each tests/clients/requirements/NAME.txt, and with Ratchet's own dependencies beside them for each
-# tests/clients/beside_ratchet/NAME.txt, VENV/clients/NAME with a plug-in whose packages conflict with others, and
+# VENV/clients/NAME for each tests/clients/requirements/NAME.txt, for plug-ins whose packages conflict with others, and
 # VENV/clients/node from tests/clients/node if npm is installed.
 # pip's PIP_INDEX_URL and PIP_EXTRA_INDEX_URL apply to the Python ones, npm's own settings to node.
 set -eu
@@ -54,6 +53,9 @@ bfcl() { # with the command that users run; pip's own settings apply
 plugins() { # one after the other: each builds Ratchet in this folder
     environment mipro --editable . --editable plugins/mipro
     environment verifiers --editable . --editable "plugins/verifiers[openenv]"
+    for file in plugins/agentscope/tests/*.txt; do
+        environment "$(basename "$file" .txt)" --editable . --editable plugins/agentscope --requirement "$file"
+    done
 }
 
 node() {
@@ -77,9 +79,6 @@ begin bfcl
 if command -v npm >/dev/null 2>&1; then begin node; fi
 for file in "$tests"/requirements/*.txt; do
     begin environment "$(basename "$file" .txt)" --requirement "$file"
-done
-for file in "$tests"/beside_ratchet/*.txt; do
-    begin environment "$(basename "$file" .txt)" --requirement pyproject.toml --requirement "$file"
 done
 begin plugins
 status=0

@@ -15,7 +15,8 @@ from tests import house
 ROOT = house.ROOT
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 REMEDY = "run `make docs`"
-PROGRAMS = ("examples/", "tests/clients/programs/")  # each file is a separate program
+# Each file is a separate program.
+PROGRAMS = ("examples/", "tests/clients/programs/", "plugins/agentscope/tests/programs/")
 
 
 def test_every_command_is_documented() -> None:

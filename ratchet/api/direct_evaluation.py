@@ -21,7 +21,7 @@ from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.observability.progress import Phase, Progress, watch_for_command
 from ratchet.trainer.statistics.paired_comparison import ScoreRange
 from ratchet.trainer.tasks.task_set import Task
-from ratchet.trainer.user_code.agentscope_models import ModelServer
+from ratchet.trainer.user_code.entry_points import ModelServer
 from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import NO_KEY, ROLLOUTS, RolloutJob, describe_error, plan_rollout
 from ratchet.tuner.rollouts.scoring import NO_JUDGE

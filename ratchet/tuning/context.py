@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ratchet.trainer.controller.judges import Judge
     from ratchet.trainer.observability.progress import Progress
     from ratchet.trainer.tasks.task_set import Task, TaskSet
-    from ratchet.trainer.user_code.agentscope_models import ModelServer
+    from ratchet.trainer.user_code.entry_points import ModelServer
     from ratchet.tuner.rollouts.prices import Prices
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import RolloutScorer
@@ -198,7 +198,7 @@ def judge_of(
 
 def model_server_of(settings: Settings) -> ModelServer:
     """Return the proxy as the server of the models that a judge may ask for."""
-    from ratchet.trainer.user_code.agentscope_models import ModelServer
+    from ratchet.trainer.user_code.entry_points import ModelServer
 
     url = settings.tuner_settings().proxy_url or proxy_of(settings)
     return ModelServer(f"{url.rstrip('/').removesuffix('/v1')}/v1", first_api_key())

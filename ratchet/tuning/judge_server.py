@@ -27,7 +27,7 @@ from ratchet.trainer.controller.judges.kinds.caller import CallerAddress, proof_
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.kinds.http_grader import signature
 from ratchet.trainer.controller.judges.opinion import DraftVerdict
-from ratchet.trainer.user_code.response_text import ResponseText
+from ratchet.trainer.user_code.entry_points import ResponseText
 
 _MAX_BODY = 64 * 2**20  # bytes
 _MAX_REQUESTS = 16  # at the same time

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import yaml
 
 import ratchet
-from ratchet.agentscope import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from ratchet.store.store import open_store
 from tests.harness.cli.project import ROOT, Project, wait_for
 from tests.harness.tuner.scripted_versions import agent
@@ -29,10 +27,6 @@ def tuned(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     monkeypatch.chdir(project.folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return project
-
-
-async def answer(task: Mapping[str, Any], base_url: str, model: str) -> WorkflowOutput:
-    return WorkflowOutput(response=await agent(task, base_url, model))
 
 
 def test_services_are_started_for_a_run_whose_judge_is_a_closure_and_are_stopped_at_its_end(tuned: Project) -> None:
@@ -61,32 +55,6 @@ def test_services_are_started_for_a_run_whose_judge_is_a_closure_and_are_stopped
     assert {one.judge.partition(":")[0] for one in verdicts.values()} <= {"caller"}  # what the trainer used
     assert {one.failure for one in verdicts.values()} <= {None}
     assert {one["id"] for one in seen} >= set(verdicts)
-
-
-def test_code_for_agentscopes_tuner_trains_with_its_own_configurations(tuned: Project) -> None:
-    model, engine = tuned.content.pop("base_model"), tuned.content["vllm"]
-    tuned.write()  # the model is that of the call
-
-    async def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
-        return JudgeOutput(reward=float(len(response.get_text_content()) % 2), metrics={"tasks": float(len(task))})
-
-    run = tune(
-        workflow_func=answer,
-        judge_func=judge,
-        train_dataset=DatasetConfig(path="tasks", total_steps=1),
-        eval_dataset=DatasetConfig(path="tasks", split="test"),
-        model=TunerModelConfig(model_path=model, max_model_len=256),
-        algorithm=AlgorithmConfig(algorithm_type="rloo", group_size=2, batch_size=2, eval_interval_steps=1),
-    )
-    assert list((tuned.state / "run").glob("*.pid")) == []
-    assert [one["round"] for one in run.curve()] == [0, 1]
-    used = yaml.safe_load((tuned.state / "run" / "settings.yaml").read_text())
-    assert used["base_model"] == model
-    assert used["vllm"]["max_model_len"] == 256
-    assert used["vllm"]["command"] == engine["command"]  # of ratchet.yaml: the call says nothing about it
-    assert {key: used["trainer"][key] for key in ("advantage_estimator", "num_generations", "groups_per_round")} == {
-        "advantage_estimator": "rloo", "num_generations": 2, "groups_per_round": 2,
-    }  # fmt: skip
 
 
 def test_families_with_an_agent_and_a_judge_each_train_in_one_run(tuned: Project) -> None:
@@ -141,14 +109,6 @@ def test_settings_of_a_call_are_checked_like_those_of_the_file(tuned: Project) -
         ratchet.tune(agent, judge, "tasks", settings={"trainer": {"num_generations": "many"}})
     with pytest.raises(ratchet.InvalidArgument, match="settings is 3: give a mapping"):
         ratchet.tune(agent, judge, "tasks", settings=3)  # type: ignore[arg-type]
-    with pytest.raises(ratchet.RatchetError, match="auxiliary_models names 'big', which is not in model_list"):
-        tune(
-            workflow_func=answer,
-            train_dataset=DatasetConfig(path="tasks"),
-            auxiliary_models={"big": TunerModelConfig(model_path="big", max_model_len=256)},
-        )
-    with pytest.raises(ratchet.RatchetError, match="config_path names settings of Trinity"):
-        tune(workflow_func=answer, train_dataset=DatasetConfig(path="tasks"), config_path="trinity.yaml")
     assert not tuned.state.exists()
 
 

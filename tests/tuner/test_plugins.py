@@ -14,10 +14,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from ratchet.store.store import open_store
-from ratchet.trainer.controller.advantages.advantage import cohort_advantages, group_advantages
+from ratchet.trainer.controller.advantages import cohort_advantages, group_advantages
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError, NoLearningSignal, OptimizerMissing, PluginError, SettingError
-from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.observability.monitors import check_installed, monitored
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.judge_specs import JudgeSpec, read_spec
@@ -195,6 +195,28 @@ def test_a_plugin_of_ratchets_own_that_is_not_installed_is_named_with_its_distri
     for folder, error in zip(folders, done.stdout.splitlines(), strict=True):
         assert f"install ratchet-rl-{folder}, " in error
         assert f"pip install ./plugins/{folder}" in error
+
+
+def test_code_for_a_plugin_that_is_not_installed_is_refused_with_its_distribution(tmp_path: Path) -> None:
+    program = (
+        "import importlib\n"
+        "from ratchet.errors import RatchetError\n"
+        "from ratchet.trainer.controller.judges.kinds.function import FunctionJudge\n"
+        "from ratchet.tuner.rollouts.workflow import FunctionWorkflow\n"
+        "async def workflow(task, model: 'ChatModelBase'): return task\n"
+        "async def judge(response, auxiliary_models): return len(response)\n"
+        "for made, given in [(FunctionWorkflow, workflow), (FunctionJudge, judge),\n"
+        "                    (importlib.import_module, 'ratchet.agentscope'),\n"
+        "                    (importlib.import_module, 'ratchet.environments.verifiers')]:\n"
+        "    try: made(given)\n"
+        "    except RatchetError as error: print(error)\n"
+    )
+    environ = environment_without_plugins(tmp_path)
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    errors = done.stdout.splitlines()
+    assert [error.rpartition("pip install ./plugins/")[2] for error in errors] == ["agentscope"] * 3 + ["verifiers"]
+    assert "takes what AgentScope's tuner gives" in errors[0]
 
 
 def test_a_plugin_that_cannot_be_imported_names_its_distribution_and_the_remedy(

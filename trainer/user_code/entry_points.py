@@ -1,4 +1,4 @@
-"""Imports user functions, named as `module:function` or `path/file.py:function`.
+"""Imports user functions, named as `module:function` or `path/file.py:function`, and what they are called with.
 
 Modules are imported from the working folder or the installed packages; a file can import its neighbors. User code runs
 with the rights of this process. Errors of its import, including `sys.exit`, become one sentence; its output goes to
@@ -24,7 +24,9 @@ from typing import Any
 from ratchet.errors import RatchetError
 from ratchet.trainer.errors import NotCallable, NotImportable
 from ratchet.trainer.user_code.exit_guard import exit_failure
+from ratchet.trainer.user_code.plugins import FUNCTION_ADAPTERS, load_plugin, missing_plugin_remedy, plugin_names
 
+_CHAT_MODEL = re.compile(r"\bChatModelBase\b|\bagentscope\.model\b")  # in the annotation of a parameter `model`
 ENTRY_POINT = re.compile(r"([A-Za-z_][\w.]*|.*\.py):[A-Za-z_][\w.]*")
 
 
@@ -39,6 +41,44 @@ class AcceptedParameters:
         """Call the function with the values that it accepts."""
         positional = [values[name] for name in self.positional]
         return function(*positional, **{name: values[name] for name in self.by_name})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelServer:
+    """An OpenAI-compatible server whose models a function may call: `base_url` with /v1, `api_key` None if none."""
+
+    base_url: str
+    api_key: str | None
+
+
+class ResponseText(str):
+    """The text of a response, which judges may also read as they read AgentScope's messages."""
+
+    __slots__ = ()
+
+    def get_text_content(self, separator: str = "\n") -> str:
+        """Return the text, whose parts are joined already."""
+        return str(self)
+
+
+def adapted(kind: str, function: Callable[..., Any], parameters: Sequence[str], *given: Any) -> Callable[..., Any]:
+    """Return a "workflow" or "judge" that takes names of `parameters`: any function but those for AgentScope's tuner.
+
+    The plug-in `agentscope` calls these. `given`: of a judge, the server of its models. Raises NotCallable.
+    """
+    declared = _declared(function)
+    extra = [declared[name] for name in ("auxiliary_models", "logger") if name in declared]
+    takes_model = bool(_CHAT_MODEL.search(str(declared.get("model"))))
+    if not takes_model and not extra:
+        return function
+    if "agentscope" not in plugin_names(FUNCTION_ADAPTERS):
+        if takes_model or any(map(_is_required, extra)):
+            remedy = missing_plugin_remedy(FUNCTION_ADAPTERS, "agentscope")
+            raise NotCallable(f" takes what AgentScope's tuner gives: {remedy}")
+        return function
+    adapter = load_plugin(FUNCTION_ADAPTERS, "agentscope")
+    made: Callable[..., Any] = getattr(adapter, f"adapted_{kind}")(function, parameters, *given)
+    return made
 
 
 def to_callable(target: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,10 +113,7 @@ def accepted_parameters(function: Callable[..., Any], available: Sequence[str]) 
 
     Arguments bound by functools.partial stay bound.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError) as error:
-        raise NotCallable(f": its parameters are unknown: {error}") from error
+    parameters = _declared(function).values()
     kinds = {parameter.kind for parameter in parameters}
     named = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_POSITIONAL}
     by_name = set(available) if inspect.Parameter.VAR_KEYWORD in kinds else named & set(available)
@@ -95,6 +132,13 @@ def accepted_parameters(function: Callable[..., Any], available: Sequence[str]) 
     return AcceptedParameters(
         tuple(positional), tuple(name for name in available if name in by_name and name not in positional)
     )
+
+
+def _declared(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (ValueError, TypeError) as error:
+        raise NotCallable(f": its parameters are unknown: {error}") from error
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

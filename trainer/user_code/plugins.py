@@ -21,6 +21,7 @@ MODEL_CARDS: Final = "ratchet.model_cards"
 TASK_SOURCES: Final = "ratchet.task_sources"
 OBJECTIVE_PLUGINS: Final = "ratchet.objectives"
 ADVANTAGE_ESTIMATORS: Final = "ratchet.advantage_estimators"
+FUNCTION_ADAPTERS: Final = "ratchet.function_adapters"
 # What Ratchet's own plug-ins register: name -> folder of plugins/, by group.
 OWN_PLUGINS: Final[dict[str, dict[str, str]]] = {
     JUDGES: {"behavior": "judges", "next_state": "judges", "openjudge": "openjudge"},
@@ -28,6 +29,7 @@ OWN_PLUGINS: Final[dict[str, dict[str, str]]] = {
     MONITORS: {"tensorboard": "tensorboard", "wandb": "wandb"},
     OBJECTIVE_PLUGINS: {"dpo": "preference", "apo_zero_unpaired": "preference"},
     EVALUATIONS: {"bfcl": "bfcl"},
+    FUNCTION_ADAPTERS: {"agentscope": "agentscope"},
     PROMPT_OPTIMIZERS: {"mipro": "mipro"},
     TASK_SOURCES: {"verifiers": "verifiers"},
     TUNE_COMMANDS: {"lessons": "lessons"},

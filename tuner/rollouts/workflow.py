@@ -10,7 +10,7 @@ rollouts. A function, async or not, receives those of these parameters that it d
     system_prompt  the prompt under trial, or None; the proxy applies it even if the function does not
     seed           a number for this attempt at this task, equal for all candidates of a comparison; else None
 
-A function of AgentScope's tuner gets its chat model as `model` and `auxiliary_models` (agentscope_functions.py).
+A function that is written for AgentScope's tuner may take its chat models, too (plugins/agentscope).
 
 It returns any value, or `response`, `reward` and `metrics` as keys of a mapping or attributes of an object. A program
 gets the same (program_workflow.py). Guarantees: a parameter that is not in this list is an error when the workflow is
@@ -28,10 +28,10 @@ from shutil import which
 from typing import Any, Protocol
 
 from ratchet.trainer.errors import NotCallable, NotImportable, WorkflowError, WorkflowFailed
-from ratchet.trainer.user_code.agentscope_functions import adapted_workflow
 from ratchet.trainer.user_code.entry_points import (
     ENTRY_POINT,
     accepted_parameters,
+    adapted,
     is_async,
     load,
     name_of,
@@ -90,7 +90,7 @@ class FunctionWorkflow:
         self.name = function if isinstance(function, str) else name_of(function)
         try:
             found = to_callable(load(function)[0] if isinstance(function, str) else function)
-            self._function = adapted_workflow(found, PARAMETERS)
+            self._function = adapted("workflow", found, PARAMETERS)
             self._wanted = accepted_parameters(self._function, PARAMETERS)
         except NotImportable as error:
             raise WorkflowError(f"workflow {self.name}: {error}") from error

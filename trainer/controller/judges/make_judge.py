@@ -33,7 +33,7 @@ from ratchet.trainer.settings.judge_specs import (
     RewardSpec,
     TeacherSpec,
 )
-from ratchet.trainer.user_code.agentscope_models import ModelServer
+from ratchet.trainer.user_code.entry_points import ModelServer
 from ratchet.trainer.user_code.plugins import JUDGES, load_plugin
 
 

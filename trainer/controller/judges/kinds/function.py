@@ -9,7 +9,8 @@ The function receives those of these parameters that it declares (with **kwargs 
     task           the task's row (dict) if its task set is known; else the task key that the agent sent, or None
     tool_outcomes  the outcome of each tool call, in order: {"tool", "tool_call_id", "outcome", "detail", "result"}
 
-A judge of AgentScope's tuner may also take `auxiliary_models`, the chat models of `models` (agentscope_functions.py).
+A judge that is written for AgentScope's tuner may also take `auxiliary_models`, the chat models of `models`
+(plugins/agentscope).
 
 It returns a number or bool, a `ratchet.Judgement`, or {"score", "components", "explanation"}. An exception, `sys.exit`,
 and a missing or non-finite score are judge failures. The function runs with the trainer's rights.
@@ -34,18 +35,18 @@ from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
 from ratchet.trainer.errors import JudgeError, NotCallable, NotImportable
-from ratchet.trainer.user_code.agentscope_functions import adapted_judge
-from ratchet.trainer.user_code.agentscope_models import ModelServer
 from ratchet.trainer.user_code.entry_points import (
     AcceptedParameters,
+    ModelServer,
+    ResponseText,
     accepted_parameters,
+    adapted,
     is_async,
     load,
     name_of,
     to_callable,
 )
 from ratchet.trainer.user_code.exit_guard import exit_failure, guarded_task
-from ratchet.trainer.user_code.response_text import ResponseText
 
 PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
 
@@ -167,8 +168,8 @@ def _load(
     try:
         found, module = load(given) if isinstance(given, str) else (given, None)
         function = to_callable(found)
-        adapted = adapted_judge(function, PARAMETERS, models)
-        accepted = accepted_parameters(adapted, PARAMETERS)
+        made = adapted("judge", function, PARAMETERS, models)
+        accepted = accepted_parameters(made, PARAMETERS)
     except NotImportable as error:
         raise JudgeError(f"judge {name}: {error}") from error
     except NotCallable as error:
@@ -186,9 +187,9 @@ def _load(
             "`return ratchet.Judgement(score)`"
         )
     if module is None:
-        return adapted, accepted, _source_of(function)
+        return made, accepted, _source_of(function)
     try:
-        return adapted, accepted, inspect.getsource(module)
+        return made, accepted, inspect.getsource(module)
     except (OSError, TypeError) as error:
         raise JudgeError(
             f"judge {name}: cannot read the source of {module.__name__} ({error}), whose hash is the judge's "

@@ -11,27 +11,20 @@ from typing import Any
 import pytest
 
 from tests.harness.cli.project import ROOT, Project
-from tests.harness.clients.program import HERE, client_python
-from tests.harness.metadata import write_metadata
+from tests.harness.clients.program import client_python
 from tests.harness.tuner.model_project import model_project
 from tests.harness.tuner.prompt_project import prompt_project
 from tests.harness.tuner.prompt_world import WORDS
 
 pytestmark = pytest.mark.clients
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    return Project(tmp_path)
+HERE = Path(__file__).parent
 
 
 def run(environment: str, project: Project, *words: str) -> dict[str, Any]:
     """Return what the program printed; it runs in the project's folder."""
-    metadata = project.folder / "metadata"
-    metadata.mkdir()
     done = subprocess.run(
         [str(client_python(environment)), str(HERE / "programs" / "agentscope_methods.py"), *words],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{write_metadata(metadata)}"}, cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=project.folder,
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 from ratchet.store.store import open_store
-from tests.harness.clients.program import HERE, client_python
+from tests.harness.clients.program import client_python
+from tests.harness.packages import ROOT
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
 
 pytestmark = pytest.mark.clients
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 ROWS = [
     {"question": "What is 123 plus 456? #say=It.is.579", "answer": "579"},
     {"question": "What is 2 plus 2? #say=It.is.4", "answer": "4"},

@@ -1,12 +1,14 @@
 """AgentScope's tuner on Ratchet, for code that is written for it (docs/python.md).
 
-`from ratchet.agentscope import tune_prompt, DatasetConfig` stands for the same import from `agentscope.tuner`.
-AgentScope itself is imported when a model is made, and what runs the methods when one of them is used.
+`from ratchet.agentscope import tune_prompt, DatasetConfig` stands for the same import from `agentscope.tuner`; that is
+this package under another name. AgentScope itself is imported when a model is made, and what runs the methods when one
+of them is used.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from ratchet.agentscope.types import (
+from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
+from ratchet_agentscope.types import (
     AlgorithmConfig,
     DatasetConfig,
     JudgeOutput,
@@ -15,10 +17,9 @@ from ratchet.agentscope.types import (
     TunerModelConfig,
     WorkflowType,
 )
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
 
 if TYPE_CHECKING:
-    from ratchet.agentscope.methods import select_model, tune, tune_prompt
+    from ratchet_agentscope.methods import select_model, tune, tune_prompt
 
 __all__ = [
     "AlgorithmConfig", "DatasetConfig", "JudgeOutput", "JudgeType", "PromptTuneConfig", "TunerModelConfig",
@@ -30,6 +31,6 @@ _METHODS = ("select_model", "tune", "tune_prompt")
 def __getattr__(name: str) -> Any:
     if name not in _METHODS:
         raise AttributeError(f"module 'ratchet.agentscope' has no attribute {name!r}; it has {', '.join(__all__)}")
-    from ratchet.agentscope import methods
+    from ratchet_agentscope import methods
 
     return getattr(methods, name)

@@ -9,14 +9,6 @@ from typing import Any
 
 import msgspec
 
-from ratchet.agentscope.types import (
-    AlgorithmConfig,
-    DatasetConfig,
-    JudgeType,
-    PromptTuneConfig,
-    TunerModelConfig,
-    WorkflowType,
-)
 from ratchet.api.runs import TuningRun
 from ratchet.api.select_model import select_model_async
 from ratchet.api.tasks import Tasks
@@ -25,10 +17,18 @@ from ratchet.api.tune_prompt import tune_prompt as search_prompt
 from ratchet.settings.load_settings import load
 from ratchet.trainer.errors import NotCallable, SettingError, WorkflowError
 from ratchet.trainer.tasks.task_set import TEST
-from ratchet.trainer.user_code.agentscope_functions import adapted_workflow
 from ratchet.trainer.user_code.entry_points import name_of
 from ratchet.tuner.rollouts.workflow import PARAMETERS
 from ratchet.tuner.selection.choice import Selection
+from ratchet_agentscope.functions import adapted_workflow
+from ratchet_agentscope.types import (
+    AlgorithmConfig,
+    DatasetConfig,
+    JudgeType,
+    PromptTuneConfig,
+    TunerModelConfig,
+    WorkflowType,
+)
 
 log = logging.getLogger(__name__)
 
