@@ -12,6 +12,7 @@ from ratchet import __version__
 from ratchet.trainer.user_code.plugins import OWN_PLUGINS
 from tests.test_documents import wrong_commands
 
+ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(file.parent for file in Path(__file__).parent.glob("*/pyproject.toml"))
 
 
@@ -28,12 +29,17 @@ def test_a_plugin_is_a_distribution_of_this_version(folder: Path) -> None:
     assert found["version"] == __version__
     assert f"ratchet-rl=={__version__}" in found["dependencies"]
     assert "Private :: Do Not Upload" in found["classifiers"]
+    checks = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert {f"plugins/{folder.name}", f"plugins/{folder.name}/tests"} <= set(checks["mypy"]["mypy_path"])
+    (contract,) = [one for one in checks["importlinter"]["contracts"] if one["name"].endswith("no plug-in")]
+    assert f"ratchet_{folder.name.replace('-', '_')}" in contract["forbidden_modules"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_readme_of_a_plugin_says_how_it_is_installed_and_its_commands_can_be_typed(folder: Path) -> None:
     page = (folder / "README.md").read_text()
     assert f"pip install ./plugins/{folder.name}" in page
+    assert f"| [`{folder.name}`](plugins/{folder.name}/README.md) |" in (ROOT / "README.md").read_text()
     assert wrong_commands(page) == []
 
 
