@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from ratchet.store.statistics import interval, student_t
-from ratchet.trainer.statistics.sign_flip_test import sign_flip_p
+from ratchet.trainer.statistics import sign_flip_p
 
 LEAST = 0.85
 TASKS = (4, 6, 10, 20, 50, 100)

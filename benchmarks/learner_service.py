@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from ratchet.trainer.learner.host import LearnerHost
-from ratchet.trainer.learner_client.remote_learner import LearnerAgent, RemoteLearner
+from ratchet.trainer.learner_client import LearnerAgent, RemoteLearner
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.proxy.servers import eventually

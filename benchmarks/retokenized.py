@@ -37,9 +37,9 @@ from typing import Any
 import torch
 
 from ratchet.output.files import pyplot
-from ratchet.trainer.controller.advantages.advantage import group_advantages
+from ratchet.trainer.controller.advantages import group_advantages
 from ratchet.trainer.errors import RowError
-from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings

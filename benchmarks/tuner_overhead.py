@@ -27,7 +27,7 @@ from typing import Any
 import openai
 
 from ratchet.store.store import open_store
-from ratchet.trainer.tasks.task_set import Task, content_id
+from ratchet.trainer.tasks import Task, content_id
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
 from ratchet.tuner.settings.tuner_settings import TunerSettings

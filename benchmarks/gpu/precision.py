@@ -19,8 +19,7 @@ import torch
 from peft import get_peft_model
 
 from ratchet.trainer.learner import lora
-from ratchet.trainer.learner.lora_linear import use_fused_lora
-from ratchet.trainer.learner.lora_targets import lora_config
+from ratchet.trainer.learner.lora_linear import lora_config, use_fused_lora
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.gpu_shapes import build_model, model_in_memory, scale_logits

@@ -19,12 +19,17 @@ import msgspec
 from ratchet.store.policies.serving import Decision
 from ratchet.store.reasons import UNTRAINED
 from ratchet.store.records import Policy, Round
-from ratchet.store.reports.learning_comparison import Gain
-from ratchet.store.reports.learning_report import LearningReport, learning_report, relative_report, tallies
-from ratchet.store.reports.relative_judges import is_relative
+from ratchet.store.reports.learning_report import (
+    Gain,
+    LearningReport,
+    is_relative,
+    learning_report,
+    relative_report,
+    tallies,
+)
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store
-from ratchet.store.training.lineage import TrainingData
+from ratchet.store.training.rounds import TrainingData
 from ratchet.store.tuning_records import Prompt, Tuning
 from ratchet.tuner.reports.tuning_result import TuningResult, read
 

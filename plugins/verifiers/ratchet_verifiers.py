@@ -40,8 +40,7 @@ from verifiers.v1.runtimes import SubprocessConfig, runtime_is_local
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from ratchet.trainer.errors import TaskSetError, TaskSetNotFound, WorkflowError, WorkflowFailed
-from ratchet.trainer.tasks.file_reader import Numbered
-from ratchet.trainer.tasks.task_set import TRAIN, TaskSet, content_id
+from ratchet.trainer.tasks import TRAIN, Numbered, TaskSet, content_id
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
 
 ROW = "verifiers"  # the column that holds the description and the task's key

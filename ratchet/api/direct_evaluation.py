@@ -19,8 +19,8 @@ from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.observability.progress import Phase, Progress, watch_for_command
-from ratchet.trainer.statistics.paired_comparison import ScoreRange
-from ratchet.trainer.tasks.task_set import Task
+from ratchet.trainer.statistics import ScoreRange
+from ratchet.trainer.tasks import Task
 from ratchet.trainer.user_code.entry_points import ModelServer
 from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import NO_KEY, ROLLOUTS, RolloutJob, describe_error, plan_rollout

@@ -10,7 +10,7 @@ from typing import Any
 
 from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.statistics.paired_comparison import CandidateScore, Compared
+from ratchet.trainer.statistics import CandidateScore, Compared
 from ratchet.tuner.selection.choice import Selection, commonest
 
 

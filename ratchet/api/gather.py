@@ -12,7 +12,7 @@ from ratchet.api.event_loop import run_to_end
 from ratchet.api.runs import start
 from ratchet.api.tasks import Tasks
 from ratchet.errors import InvalidArgument
-from ratchet.trainer.tasks.task_set import TRAIN
+from ratchet.trainer.tasks import TRAIN
 from ratchet.tuner.rollouts.trajectory_groups import TrajectoryGroup
 from ratchet.tuning import gather_groups
 from ratchet.tuning.caller import RunCaller

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ratchet.trainer.tasks.file_reader import ending
-from ratchet.trainer.tasks.task_set import TRAIN, TaskSet
+from ratchet.trainer.tasks import TRAIN, TaskSet, ending
 
 
 class Tasks:

@@ -26,7 +26,7 @@ from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError, JudgeFailed, MalformedTaskRow, WorkflowError, WorkflowFailed
 from ratchet.trainer.settings.judge_specs import FunctionSpec, read_spec
-from ratchet.trainer.tasks.task_set import content_id
+from ratchet.trainer.tasks import content_id
 from ratchet.trainer.user_code.entry_points import ModelServer
 from ratchet.trainer.user_code.judgement import Judgement
 from ratchet.tuner.rollouts.runner import NO_KEY, describe_error

@@ -22,11 +22,11 @@ from ratchet.store.install_hint import install_hint
 from ratchet.store.reports.version_reports import REMEDY
 from ratchet.supervisor import vllm_command
 from ratchet.trainer.errors import LearnerServiceError, TrainerError
-from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE
+from ratchet.trainer.learner_api import TOKEN_VARIABLE
 from ratchet.trainer.settings.value_types import pinned
 
 if TYPE_CHECKING:
-    from ratchet.trainer.learner_api.protocol import LearnerProtocol
+    from ratchet.trainer.learner_api import LearnerProtocol
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 _ANY_IDS = tuple(range(1, 25))  # used if no call was captured; in every vocabulary
@@ -71,8 +71,7 @@ def check_learner(
 def running_learner(url: str, token: str | None, settings: TrainerSettings) -> Iterator[CheckedLearner]:
     """Open an agent at a learner service; afterwards it is closed and its adapter removed."""
     from ratchet.trainer.adapters.adapter_store import is_remote, make_adapter_store
-    from ratchet.trainer.learner_client.connection import LearnerConnection
-    from ratchet.trainer.learner_client.remote_learner import LearnerAgent, RemoteLearner
+    from ratchet.trainer.learner_client import LearnerAgent, LearnerConnection, RemoteLearner
 
     agent = f"doctor-{time.time_ns()}"
     own = settings.model_copy(
@@ -93,7 +92,7 @@ def running_learner(url: str, token: str | None, settings: TrainerSettings) -> I
 @contextlib.contextmanager
 def _own_learner(settings: TrainerSettings) -> Iterator[CheckedLearner]:
     """Load a base model of its own."""
-    from ratchet.trainer.learner.learner import Learner
+    from ratchet.trainer.learner.host import Learner
 
     with tempfile.TemporaryDirectory(prefix="ratchet-doctor-") as folder:
         learner = Learner(settings.base_model, settings.learner)
@@ -195,7 +194,7 @@ def check_swap(
 ) -> CheckResult:
     """Serve the learner's adapter for a moment, and compare its logprobs. Raises TrainerError."""
     from ratchet.trainer.adapters.vllm_api import VllmServer
-    from ratchet.trainer.release.served_proof import SwapProver, TrainerLogprobs
+    from ratchet.trainer.release.proof import SwapProver, TrainerLogprobs
 
     name = checked.served_name
     with contextlib.closing(VllmServer(vllm, timeout=PATIENCE)) as replica:

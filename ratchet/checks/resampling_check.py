@@ -25,7 +25,7 @@ def check_resampling(settings: Settings, running: dict[str, Any]) -> CheckResult
 
     import httpx
 
-    from ratchet.trainer.adapters.vllm_load import load_of
+    from ratchet.trainer.adapters.vllm_api import load_of
     from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
 
     if "vllm_url" not in running:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ratchet.store.records import Transcript
     from ratchet.store.store import Store
     from ratchet.store.tuning_records import Rollout
-    from ratchet.trainer.tasks.task_set import Task
+    from ratchet.trainer.tasks import Task
     from ratchet.tuner.rollouts.diagnosis import Reason
 
 _PATIENCE = 10.0  # seconds
@@ -40,8 +40,7 @@ def task_of(text: str, settings: Settings) -> Task:
 
     Raises UsageError, TaskSetError.
     """
-    from ratchet.trainer.tasks.file_reader import checked
-    from ratchet.trainer.tasks.task_set import Task, content_id
+    from ratchet.trainer.tasks import Task, checked, content_id
     from ratchet.tuner.tasks.imported import ImportedTasks
 
     row = _object(text)
@@ -132,7 +131,7 @@ def _reasons(
     rollouts: list[Rollout],
     transcripts: list[Transcript],
 ) -> list[Reason]:
-    from ratchet.trainer.rows.roles import Roles
+    from ratchet.trainer.rows.token_row import Roles
     from ratchet.tuner.rollouts import diagnosis
 
     trainer = settings.trainer_settings(

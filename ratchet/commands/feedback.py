@@ -165,7 +165,7 @@ def export(context: click.Context, /, layout: str, out: str, limit: int, as_json
 
 def _learnable(found: Iterable[Transcript], share: float, left_out: Counter[str]) -> Iterator[Transcript]:
     """Yield the trajectories whose tasks are not held out for evaluation; count the others."""
-    from ratchet.trainer.tasks.held_out import is_set_aside
+    from ratchet.trainer.tasks import is_set_aside
 
     for one in found:
         if is_set_aside(one.trajectory, share):
@@ -189,7 +189,7 @@ def _with_feedback(store: Store, alias: str, limit: int) -> Iterator[Transcript]
 
 def _judged_groups(store: Store, alias: str, limit: int, held_out: float) -> Iterator[list[tuple[Transcript, float]]]:
     """Yield the members of the newest groups with their scores, without held-out tasks."""
-    from ratchet.trainer.tasks.held_out import is_held_out
+    from ratchet.trainer.tasks import is_held_out
 
     page = store.groups.page(min(limit, _PAGE))
     while page and limit > 0:

@@ -61,8 +61,7 @@ def plan(base_model: str, gpus: tuple[int, int], context: int | None, lora_r: in
     Example:
       ratchet plan --base-model Qwen/Qwen2.5-7B-Instruct --gpus 8x80GB --context 32768
     """
-    from ratchet.trainer.planning.model_config import read_config
-    from ratchet.trainer.planning.model_shape import extends_context, read_shape
+    from ratchet.trainer.planning.model_shape import extends_context, read_config, read_shape
     from ratchet.trainer.planning.plan import PlanRequest, make_plan
 
     config = read_config(base_model)

@@ -13,7 +13,7 @@ from ratchet.settings.current_user import current_user
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.trainer.adapters.adapter_store import AdapterStore
-    from ratchet.trainer.release.fork import ForkTarget
+    from ratchet.trainer.release.candidates import ForkTarget
 
 _NAMED = re.compile(r"(?P<alias>[^@/\s]+)@(?P<version>\d+)")
 
@@ -37,7 +37,7 @@ def fork(context: click.Context, source: str, target: str, store: str | None, pr
     named = _NAMED.fullmatch(source)
     if named is None:
         raise click.UsageError(f"{source!r} is not a version: give NAME@VERSION, such as mail@7")
-    from ratchet.trainer.release.fork import fork as copy_version
+    from ratchet.trainer.release.candidates import fork as copy_version
 
     settings = options.read_project_settings(context, {"store": store, "project": project})
     adapters, fork_target = target_of(settings, target)
@@ -58,7 +58,7 @@ def target_of(settings: Settings, agent: str) -> tuple[AdapterStore, ForkTarget]
     """Return the adapter store, and where the agent's versions are and how they are trained."""
     from ratchet.settings.learner_section import parse_learner
     from ratchet.trainer.adapters.adapter_store import AdapterStore
-    from ratchet.trainer.release.fork import ForkTarget
+    from ratchet.trainer.release.candidates import ForkTarget
 
     learner, _ = parse_learner(settings.for_agent(agent).learner, {})
     place = settings.adapters.store

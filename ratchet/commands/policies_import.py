@@ -27,7 +27,7 @@ def import_(context: click.Context, adapter: Path, agent: str, store: str | None
     Example:
       ratchet policies import ./mail-lora mail
     """
-    from ratchet.trainer.release.adapter_import import import_adapter
+    from ratchet.trainer.release.candidates import import_adapter
 
     settings = options.read_project_settings(context, {"store": store, "project": project})
     adapters, target = target_of(settings, agent)

@@ -15,7 +15,7 @@ from ratchet import options
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.trainer.controller_service.controller_process import ControllerProcess
-    from ratchet.trainer.learner_client.learner_access import LearnerAccess
+    from ratchet.trainer.learner_client import LearnerAccess
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 
@@ -133,7 +133,7 @@ def trainer(
     first = next(iter(agents.values()))
     logs.configure_logging(first.log_format, first.log_level, _above_bars if sys.stderr.isatty() else None)
     from ratchet.supervisor.learner_child import run_with_learner
-    from ratchet.trainer.controller_service.process import run
+    from ratchet.trainer.controller_service.controller_process import run
     from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
 
     def run_agents(learner: LearnerAccess) -> int:

@@ -45,8 +45,7 @@ def preview(context: click.Context, source: str, split: str, count: int, project
     """
     import json
 
-    from ratchet.trainer.tasks.file_reader import ending
-    from ratchet.trainer.tasks.task_set import TaskSet
+    from ratchet.trainer.tasks import TaskSet, ending
 
     # A file needs no settings; reading them takes longer than reading rows.
     is_file = bool(ending(Path(source))) and Path(source).is_file()

@@ -10,7 +10,7 @@ from ratchet.settings.project_settings import Settings, local_url
 from ratchet.store.store import open_store
 from ratchet.supervisor import ports, process_guard
 from ratchet.supervisor.services import learner_command, learner_environment, write_resolved_settings
-from ratchet.trainer.learner_client.learner_access import LearnerAccess, LearnerCommand
+from ratchet.trainer.learner_client import LearnerAccess, LearnerCommand
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 _STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL

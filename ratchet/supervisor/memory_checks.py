@@ -18,8 +18,7 @@ from ratchet.supervisor.preflight_checks import Gpu, visible_gpus
 from ratchet.trainer.errors import ModelDoesNotFit, ModelShapeUnknown
 from ratchet.trainer.planning.gpu_memory import GIB, LearnerMemory, LearnerOption, learner_memory
 from ratchet.trainer.planning.gpu_placement import GpuPlacement, MemorySplit, split_memory
-from ratchet.trainer.planning.model_config import read_config
-from ratchet.trainer.planning.model_shape import read_shape
+from ratchet.trainer.planning.model_shape import read_config, read_shape
 from ratchet.trainer.planning.plan import USABLE
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ratchet.errors import SettingsError
 from ratchet.settings.project_settings import VllmSettings
-from ratchet.trainer.planning.model_config import read_model_file
+from ratchet.trainer.planning.model_shape import read_model_file
 
 _OFF, _AUTO = "none", "auto"
 

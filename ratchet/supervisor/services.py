@@ -28,7 +28,7 @@ from ratchet.settings.project_settings import OTHER_VARIABLES, PREFIX, Settings,
 from ratchet.settings.setting_errors import listed
 from ratchet.supervisor import memory_checks, ports, preflight_checks, vllm_command
 from ratchet.supervisor.adapter_slots import describe_thrashing
-from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE
+from ratchet.trainer.learner_api import TOKEN_VARIABLE
 from ratchet.trainer.settings.value_types import pinned
 
 _PROBE_TIMEOUT = 3.0  # seconds

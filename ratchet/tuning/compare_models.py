@@ -91,7 +91,7 @@ def _start(tuner_context: TuningContext, given: ComparisonOptions) -> tuple[Requ
     """Check the options and start a run. Raises InvalidArgument, TuningError."""
     import msgspec
 
-    from ratchet.trainer.statistics.paired_comparison import ScoreRange
+    from ratchet.trainer.statistics import ScoreRange
     from ratchet.tuner.selection.model_selection import Request, check_prices, known_models, resolved
 
     source, store = tuner_context.source(), tuner_context.store

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ratchet.store.tuning_records import Tuning
     from ratchet.trainer.controller.judges import Judge
     from ratchet.trainer.observability.progress import Progress
-    from ratchet.trainer.tasks.task_set import Task, TaskSet
+    from ratchet.trainer.tasks import Task, TaskSet
     from ratchet.trainer.user_code.entry_points import ModelServer
     from ratchet.tuner.rollouts.prices import Prices
     from ratchet.tuner.rollouts.runner import RolloutRunner
@@ -107,7 +107,7 @@ def check_usable(settings: Settings, caller: RunCaller, split: str | None = None
 
     Raises InvalidArgument, SettingsError, WorkflowError, JudgeError, TaskSetError.
     """
-    from ratchet.trainer.statistics.sign_flip_test import check_scipy
+    from ratchet.trainer.statistics import check_scipy
     from ratchet.tuner.rollouts.workflow import load_workflow
 
     check_scipy()
@@ -143,7 +143,7 @@ def opened(settings: Settings, caller: RunCaller = COMMAND) -> Iterator[TuningCo
     Raises InvalidArgument, SettingsError, WorkflowError, JudgeError, StoreError, TuningError.
     """
     from ratchet.trainer.observability.progress import Progress, watch_for_command
-    from ratchet.trainer.statistics.sign_flip_test import check_scipy
+    from ratchet.trainer.statistics import check_scipy
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import RolloutScorer

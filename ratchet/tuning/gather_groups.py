@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.store.store import Store
     from ratchet.store.tuning_records import Rollout
-    from ratchet.trainer.tasks.task_set import Task
+    from ratchet.trainer.tasks import Task
     from ratchet.tuner.rollouts.runner import RolloutJob
     from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup
 
@@ -155,7 +155,7 @@ def _jobs(wanted: GatherOptions) -> list[RolloutJob]:
 
 def _tasks(wanted: GatherOptions) -> list[Task]:
     """Return each different scenario once, as a task."""
-    from ratchet.trainer.tasks.task_set import Task, content_id
+    from ratchet.trainer.tasks import Task, content_id
 
     tasks: dict[str, Task] = {}
     for number, row in enumerate(wanted.scenarios, 1):

@@ -10,7 +10,7 @@ from ratchet.output.files import pyplot
 from ratchet.output.terminal import print_table, strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.trainer.statistics.paired_comparison import CandidateScore
+    from ratchet.trainer.statistics import CandidateScore
     from ratchet.tuner.reports.report import Row, TuningReport
     from ratchet.tuner.reports.tuning_result import TuningResult
     from ratchet.tuner.rollouts.prices import RolloutCost

@@ -206,7 +206,7 @@ def _check(settings: Settings, own: Mapping[str, Any], caller: RunCaller) -> Non
 
 def _check_readable(settings: Settings, own: Mapping[str, Any], caller: RunCaller) -> None:
     """Read the task sets and load the workflows. Raises TaskSetError, WorkflowError."""
-    from ratchet.trainer.tasks.task_set import TEST, TRAIN
+    from ratchet.trainer.tasks import TEST, TRAIN
     from ratchet.tuner.rollouts.workflow import load_workflow
     from ratchet.tuner.tasks.task_mix import parse_families
 

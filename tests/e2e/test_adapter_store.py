@@ -15,8 +15,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store, open_store
 from ratchet.supervisor.vllm_command import served_name
 from ratchet.trainer.adapters.adapter_store import AdapterStore
-from ratchet.trainer.adapters.replica_fleet import ReplicaFleet
-from ratchet.trainer.adapters.vllm_api import VllmServer
+from ratchet.trainer.adapters.vllm_api import ReplicaFleet, VllmServer
 from ratchet.trainer.errors import AdapterNotFound, EngineUnreachable
 from ratchet.trainer.release.publisher import Publisher, PublishResult
 from ratchet.trainer.rows.token_row import TokenRow

@@ -14,9 +14,8 @@ from ratchet.demo.pretrained_model import model_folder
 from ratchet.settings.project_settings import Settings
 from ratchet.trainer.adapters.adapter_store import amplified
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.release.proof import Proof, ProofOutcome
-from ratchet.trainer.release.served_proof import SwapProver, TrainerLogprobs
+from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.release.proof import Proof, ProofOutcome, SwapProver, TrainerLogprobs
 from ratchet.trainer.rows.probes import contexts
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings

@@ -15,8 +15,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store, open_store
 from ratchet.supervisor.vllm_command import served_name
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.release.invariants import Fault, InvariantsResult
-from ratchet.trainer.release.invariants_check import InvariantsCheck
+from ratchet.trainer.release.invariants import Fault, InvariantsCheck, InvariantsResult
 from tests.e2e.test_mixed_batches import POLICY, make_adapter
 from tests.harness.records import call_start, ended
 from tests.harness.vllm.engine import vllm

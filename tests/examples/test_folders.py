@@ -14,7 +14,7 @@ import pytest
 from ratchet.cli import cli
 from ratchet.settings.load_settings import load
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.tasks.task_set import TaskSet
+from ratchet.trainer.tasks import TaskSet
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))

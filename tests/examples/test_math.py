@@ -20,7 +20,7 @@ from examples.math.judge import NoTaskError, judge
 from examples.math.problems import SIZES, is_held_out, task_set
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.tasks.task_set import TaskSet
+from ratchet.trainer.tasks import TaskSet
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings.tuner_settings import TunerSettings

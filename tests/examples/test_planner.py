@@ -17,9 +17,9 @@ from examples.planner.problems import SIZES, task_set
 from examples.planner.prompt import PLANNER
 from examples.planner.workflow import workflow
 from ratchet.settings.load_settings import load
-from ratchet.trainer.controller.collect.role_resolution import RoleResolver
+from ratchet.trainer.controller.collect.collector import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
-from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles
+from ratchet.trainer.rows.token_row import UNTRAINED_ROLE, Roles
 from tests.harness.examples.player import Messages, Script, calls, says, text_of
 from tests.harness.proxy.running_proxy import Proxy
 

@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.store.reasons import DropReason
 from ratchet.store.store import open_store
-from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE
+from ratchet.trainer.learner_api import TOKEN_VARIABLE
 from tests.harness.cli.project import Project
 from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm

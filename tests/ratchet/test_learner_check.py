@@ -17,8 +17,8 @@ from ratchet.settings.load_settings import load
 from ratchet.settings.project_settings import Settings
 from ratchet.supervisor import services
 from ratchet.supervisor.supervisor import Supervisor
-from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE
-from ratchet.trainer.learner_client.connection import LearnerConnection
+from ratchet.trainer.learner_api import TOKEN_VARIABLE
+from ratchet.trainer.learner_client import LearnerConnection
 from tests.harness.cli.project import Project
 from tests.harness.ports import free_port
 from tests.harness.trainer.scripted_engine import ScriptedEngine

@@ -16,7 +16,7 @@ from ratchet.settings.load_settings import known_keys, load
 from ratchet.settings.project_settings import Settings, local_url
 from ratchet.settings.setting_errors import leaves, type_of_key
 from ratchet.trainer.settings.judge_specs import FunctionSpec
-from ratchet.trainer.tasks.task_set import TaskSet
+from ratchet.trainer.tasks import TaskSet
 from ratchet.tuner.tasks.imported import ImportedTasks
 from tests.harness.cli.project import Project, wait_for
 

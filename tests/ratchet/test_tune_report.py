@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ratchet.store.store import open_store
-from ratchet.trainer.statistics.paired_comparison import compare
+from ratchet.trainer.statistics import compare
 from ratchet.tuner.reports.tuning_result import Method, TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import UNKNOWN, RolloutCost
 from tests.harness.cli.project import Project

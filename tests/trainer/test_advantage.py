@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from ratchet.trainer.controller.advantages.advantage import (
+from ratchet.trainer.controller.advantages import (
     MAX_SINGLE_ADVANTAGE,
     cohort_advantages,
     group_advantages,
@@ -17,7 +17,7 @@ from ratchet.trainer.controller.advantages.advantage import (
 )
 from ratchet.trainer.errors import ScoreError
 from ratchet.trainer.settings.estimators import BUILT_IN, DEFAULT_ESTIMATOR
-from ratchet.trainer.statistics.score_spread import has_signal
+from ratchet.trainer.statistics import has_signal
 
 
 def test_advantages_are_the_papers_normalised_scores() -> None:

@@ -6,9 +6,9 @@ import struct
 from dataclasses import replace
 
 from ratchet.store.records import unpack_halves
-from ratchet.trainer.rows.answer_records import REJECTED, AnswerRecords
 from ratchet.trainer.rows.build_rows import Rows
 from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.rows.trajectory_export import REJECTED, AnswerRecords
 
 ROW = TokenRow("t", (1, 2, 3, 4, 5, 6), (0, 1, 1, 0, 1, 1), (0.0, -1.0, -1.0, 0.0, -1.0, -1.0), 0.5)
 ANSWERS = {("call_1", 0): 1, ("call_2", 0): 4}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.baseline import ScoreHistory
-from ratchet.trainer.controller.collect.collector import TrajectoryCollector
-from ratchet.trainer.controller.collect.role_resolution import RoleResolver
-from ratchet.trainer.rows.roles import Roles
+from ratchet.trainer.controller.advantages import ScoreHistory
+from ratchet.trainer.controller.collect.collector import RoleResolver, TrajectoryCollector
+from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness import records
 

@@ -9,11 +9,9 @@ import pytest
 
 from ratchet.store.records import PastScore
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.baseline import SHRINKAGE, ScoreHistory
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator, past_score
+from ratchet.trainer.controller.advantages import SHRINKAGE, AdvantageEstimator, ScoreHistory, past_score
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judging.judge_runner import JudgeRunner
-from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
+from ratchet.trainer.controller.judging.judge_runner import JudgedGroupCache, JudgeRunner
 from ratchet.trainer.settings.trainer_fields import MAX_SCORES_PER_FAMILY
 from tests.harness.trainer.agents import agents_work
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ratchet.trainer.controller.collect.feedback_wait import feedback_wait_of
+from ratchet.trainer.controller.collect.collector import feedback_wait_of
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.both_orders import compares
 from ratchet.trainer.controller.judges.make_judge import make_judge

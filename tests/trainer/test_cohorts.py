@@ -13,15 +13,12 @@ import pytest
 from ratchet.store.records import Trajectory, Verdict
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.advantage import cohort_advantages
-from ratchet.trainer.controller.advantages.baseline import ScoreHistory
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator, past_score
-from ratchet.trainer.controller.collect.cohorts import cohort_key, plan_cohorts
-from ratchet.trainer.controller.collect.collector import TrajectoryCollector
-from ratchet.trainer.controller.collect.role_resolution import RoleResolver
-from ratchet.trainer.rows.roles import Roles
+from ratchet.trainer.controller.advantages import AdvantageEstimator, ScoreHistory, cohort_advantages, past_score
+from ratchet.trainer.controller.collect.collector import RoleResolver, TrajectoryCollector
+from ratchet.trainer.controller.collect.grouping import cohort_key, plan_cohorts
+from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.statistics.score_spread import has_signal
+from ratchet.trainer.statistics import has_signal
 from tests.harness.records import call_start, ended
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.stepped_controller import SteppedController

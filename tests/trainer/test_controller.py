@@ -19,7 +19,7 @@ from ratchet.store.store import Store
 from ratchet.store.training.rounds import Rounds
 from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.adapters.checkpoint import newest_complete
-from ratchet.trainer.controller.advantages.judged_group import MemberAdvantages
+from ratchet.trainer.controller.advantages import MemberAdvantages
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
 from tests.harness.trainer.agents import agents_work

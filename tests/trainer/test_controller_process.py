@@ -20,7 +20,7 @@ from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller_service.agent_runner import AgentCondition
 from ratchet.trainer.controller_service.controller_process import ControllerProcess
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.learner_api.protocol import RoundReport
+from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.exactly_once.processes import RestartableProcess
@@ -346,7 +346,7 @@ def test_the_agents_of_a_killed_controller_are_taken_over_and_train_nothing_twic
 
 
 def test_the_controller_imports_no_torch() -> None:
-    imported = "ratchet.trainer.controller_service.process, ratchet.tuner.selection.release_evaluation"
+    imported = "ratchet.trainer.controller_service.controller_process, ratchet.tuner.selection.release_evaluation"
     code = f"import sys, json, {imported}; print(json.dumps(list(sys.modules)))"
     modules = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
     assert "ratchet.trainer.controller_service.agent_controller" in modules

@@ -10,7 +10,7 @@ import pytest
 from ratchet.store.states import PolicyState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.release.evaluation import summarize_pairs
-from ratchet.trainer.tasks.held_out import is_held_out
+from ratchet.trainer.tasks import is_held_out
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine

@@ -12,8 +12,7 @@ import pytest
 from ratchet.store.states import PolicyAction, PolicyState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation
-from ratchet.trainer.release.evaluation_runner import KIND, EvaluationRunner
+from ratchet.trainer.release.evaluation import KIND, EvaluationResult, EvaluationRunner, PairedEvaluation
 from tests.harness.ports import free_port
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ratchet.store.store import Store
 from ratchet.trainer.errors import CheckpointDamaged, CheckpointExists
-from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.merged_model import export_adapter, export_merged
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.records import judged_group

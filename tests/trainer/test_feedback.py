@@ -13,8 +13,8 @@ from ratchet.store.reasons import DropReason
 from ratchet.store.records import Feedback, Transcript
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
-from ratchet.trainer.controller.collect.feedback_wait import FeedbackWait, feedback_wait_of
+from ratchet.trainer.controller.advantages import AdvantageEstimator
+from ratchet.trainer.controller.collect.collector import FeedbackWait, feedback_wait_of
 from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge, votes_of
 from ratchet.trainer.controller.judges.make_judge import make_judge

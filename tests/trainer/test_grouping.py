@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.store.records import Trajectory
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.controller.advantages.advantage import group_advantages
+from ratchet.trainer.controller.advantages import group_advantages
 from ratchet.trainer.controller.collect.grouping import GroupingPlan, plan_groups
 
 

@@ -18,9 +18,8 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch, SettingError
 from ratchet.trainer.learner.host import LearnerHost
-from ratchet.trainer.learner_api.messages import OpenRequest
-from ratchet.trainer.learner_service.operations import AgentOperations
-from ratchet.trainer.learner_service.sessions import AgentSessions
+from ratchet.trainer.learner_api import OpenRequest
+from ratchet.trainer.learner_service.operations import AgentOperations, AgentSessions
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work

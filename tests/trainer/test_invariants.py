@@ -16,8 +16,8 @@ from ratchet.trainer.release.invariants import (
     InvariantsResult,
     conditional_p_value,
     judge_answers,
+    read_answer,
 )
-from ratchet.trainer.release.invariants_check import read_answer
 
 RELATIVE = (Fault.LONG, Fault.UNCERTAIN)  # by the other answers to the same prompt
 Draw = Callable[[random.Random, float], CheckedAnswer]  # with what the prompt makes likely, 0 to 1

@@ -13,8 +13,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import EngineUnreachable
-from ratchet.trainer.release.invariants_check import InvariantsCheck
-from ratchet.trainer.release.recorded_prompts import newest_prompts
+from ratchet.trainer.release.invariants import InvariantsCheck, newest_prompts
 from tests.harness.ports import free_port
 from tests.harness.records import call_start, ended
 from tests.harness.trainer.agents import agents_work

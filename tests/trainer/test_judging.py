@@ -17,7 +17,7 @@ from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
-from ratchet.trainer.controller.judging.second_judge import SecondJudge
+from ratchet.trainer.controller.judging.rejudging import SecondJudge
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.records import answered_trajectory

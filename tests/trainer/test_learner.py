@@ -29,8 +29,8 @@ from ratchet.trainer.errors import (
     TrainerError,
     TrainingDiverged,
 )
-from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_api.protocol import RoundReport
+from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow, scored_row
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import OBJECTIVES
@@ -378,10 +378,7 @@ def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) ->
 
 @pytest.mark.slow
 def test_importing_the_learner_does_not_import_torch() -> None:
-    modules = (
-        "ratchet.trainer.learner.learner, ratchet.trainer.adapters.checkpoint, "
-        "ratchet.trainer.controller.advantages.advantage"
-    )
+    modules = "ratchet.trainer.learner.host, ratchet.trainer.adapters.checkpoint, ratchet.trainer.controller.advantages"
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -393,7 +390,7 @@ def test_a_learner_writes_nothing_outside_its_folders(tiny_model: Path, tmp_path
     elsewhere.mkdir()
     script = (
         "import sys; from pathlib import Path; from tests.harness.trainer.tiny import build_rows\n"
-        "from ratchet.trainer.learner.learner import Learner, LearnerSettings\n"
+        "from ratchet.trainer.learner.host import Learner, LearnerSettings\n"
         "learner = Learner(sys.argv[1], LearnerSettings(threads=1))\n"
         "learner.train_round(build_rows(2)); learner.save(Path(sys.argv[2]) / '0001')\n"
         "sys.exit('vllm' in sys.modules)\n"

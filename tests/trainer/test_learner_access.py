@@ -18,8 +18,8 @@ import pytest
 from ratchet.store.store import Store
 from ratchet.supervisor import process_guard
 from ratchet.trainer.errors import LearnerRefused, LearnerTaken, LearnerUnreachable
-from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE
-from ratchet.trainer.learner_client.learner_access import UNREACHABLE, LearnerAccess, LearnerCommand
+from ratchet.trainer.learner_api import TOKEN_VARIABLE
+from ratchet.trainer.learner_client import UNREACHABLE, LearnerAccess, LearnerCommand
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -107,7 +107,7 @@ def test_a_child_does_not_outlive_a_trainer_that_is_killed(tmp_path: Path) -> No
     port = free_port()
     program = (
         "import sys, time; from pathlib import Path; from tests.trainer.test_learner_access import command;"
-        "from ratchet.trainer.learner_client.learner_access import LearnerChild;"
+        "from ratchet.trainer.learner_client import LearnerChild;"
         f"child = LearnerChild(command(Path(sys.argv[1]), {port})); child.keep_running(time.monotonic());"
         "print(child.pid, flush=True); time.sleep(60)"
     )

@@ -12,8 +12,8 @@ import torch
 
 from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_api.protocol import RoundReport
+from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.stepped_controller import SteppedController

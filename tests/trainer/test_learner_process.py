@@ -16,8 +16,8 @@ import pytest
 
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import LearnerUnreachable
-from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_client.remote_learner import LearnerAgent, RemoteLearner
+from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.learner_client import LearnerAgent, RemoteLearner
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.ports import free_port
 from tests.harness.proxy.servers import eventually

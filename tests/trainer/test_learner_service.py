@@ -20,15 +20,18 @@ from ratchet.trainer.errors import (
     NoLearningSignal,
     SettingError,
 )
-from ratchet.trainer.learner_api.messages import MSGPACK, Answer, TrainRequest, encode
-from ratchet.trainer.learner_client.connection import LearnerConnection
-from ratchet.trainer.learner_client.remote_learner import LearnerAgent, RemoteLearner
-from ratchet.trainer.learner_service.checkpoint_references import LocalReferences
+from ratchet.trainer.learner_api import MSGPACK, Answer, TrainRequest, encode
+from ratchet.trainer.learner_client import LearnerAgent, LearnerConnection, RemoteLearner
 from ratchet.trainer.learner_service.compute_thread import Operation
 from ratchet.trainer.learner_service.metrics import LearnerMetrics
-from ratchet.trainer.learner_service.operations import AgentOperations, OnRows
-from ratchet.trainer.learner_service.server import ServiceAddress
-from ratchet.trainer.learner_service.sessions import AgentSession, AgentSessions
+from ratchet.trainer.learner_service.operations import (
+    AgentOperations,
+    AgentSession,
+    AgentSessions,
+    LocalReferences,
+    OnRows,
+)
+from ratchet.trainer.learner_service.process import ServiceAddress
 from ratchet.trainer.observability.progress import PhaseProgress, Progress
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -286,7 +289,7 @@ def test_a_local_checkpoint_with_a_wrong_checksum_is_not_read(tmp_path: Path) ->
 
 
 def test_another_version_of_ratchet_is_refused(connection: LearnerConnection, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ratchet.trainer.learner_client.remote_learner.__version__", "9.9")
+    monkeypatch.setattr("ratchet.trainer.learner_client.__version__", "9.9")
     with pytest.raises(LearnerRefused, match=r"the controller 9\.9: install the same version"):
         learner_of(connection).score([(1,)])
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.learning_rate import (
     Bounds,
     LearningRateController,

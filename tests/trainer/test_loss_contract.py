@@ -22,9 +22,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ratchet.trainer.controller.advantages.advantage import group_advantages
+from ratchet.trainer.controller.advantages import group_advantages
 from ratchet.trainer.learner import lora, loss
-from ratchet.trainer.learner.micro_batches import Micro
+from ratchet.trainer.learner.forward_pass import Micro
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import OBJECTIVES, Objective

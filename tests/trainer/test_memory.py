@@ -12,8 +12,8 @@ from ratchet.store.records import Verdict
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import OutOfMemory
-from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_api.protocol import RoundReport
+from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.observability.progress import PhaseProgress, Progress
 from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
 from ratchet.trainer.settings.learner_settings import LearnerSettings

@@ -15,7 +15,7 @@ from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
-from ratchet.trainer.statistics.confidence_sequence import MeanDifference
+from ratchet.trainer.statistics import MeanDifference
 from tests import house
 from tests.harness.records import answered_trajectory, judged_group
 from tests.harness.trainer.tool_records import tool_called

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
-from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_api.protocol import RoundReport
+from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work

@@ -14,8 +14,8 @@ from ratchet.store.reports.learning_report import movement_of
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner import base_model, policy_shift
 from ratchet.trainer.learner.agent_state import local
-from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_api.protocol import RoundReport
+from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.tiny import build_rows, build_tiny_model

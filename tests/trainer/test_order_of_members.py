@@ -14,8 +14,7 @@ from ratchet.trainer.controller.judges.kinds.composite import CompositeJudge, Pa
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
 from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.release.evaluation import compare_with_judge
-from ratchet.trainer.release.second_opinion import judge_pairs
+from ratchet.trainer.release.evaluation import compare_with_judge, judge_pairs
 from ratchet.trainer.settings.judge_specs import RulerSpec
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import member, shown

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 from ratchet.trainer.learner.activations import ActivationMemory
 from ratchet.trainer.learner.lora_linear import use_fused_lora
 from ratchet.trainer.planning.activations import StepMemory, step_memory
-from ratchet.trainer.planning.model_shape import read_shape
-from ratchet.trainer.planning.parameters import adapted_layers
+from ratchet.trainer.planning.model_shape import adapted_layers, read_shape
 from tests.harness.trainer.model_configs import TINY
 
 # Of PEFT, which maps the patterns of experts to names that the model does not have.

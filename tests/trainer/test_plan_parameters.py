@@ -11,8 +11,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratchet.trainer.errors import ModelShapeUnknown
 from ratchet.trainer.planning.gpu_memory import kv_cache_bytes
-from ratchet.trainer.planning.model_shape import FAMILIES, read_shape
-from ratchet.trainer.planning.parameters import adapted_layers, count_lora_parameters, count_parameters
+from ratchet.trainer.planning.model_shape import (
+    FAMILIES,
+    adapted_layers,
+    count_lora_parameters,
+    count_parameters,
+    read_shape,
+)
 from tests.harness.trainer.model_configs import REAL, TINY, VARIANTS
 
 # Of PEFT, which maps the patterns of experts to names that the model does not have.

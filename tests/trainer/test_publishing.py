@@ -13,8 +13,7 @@ import pytest
 from ratchet.store.records import Policy, ProxyInstance
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.adapters.vllm_load import VllmLoad, load_of
+from ratchet.trainer.adapters.vllm_api import VllmLoad, VllmServer, load_of
 from ratchet.trainer.errors import AdapterNotServable, AdapterRefused, EngineUnreachable
 from ratchet.trainer.release.publisher import Publisher, PublishResult
 from ratchet.trainer.rows.token_row import TokenRow

@@ -12,9 +12,9 @@ import torch
 
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
+from ratchet.trainer.learner.forward_pass import collate
 from ratchet.trainer.learner.importance_sampling import kept
-from ratchet.trainer.learner.micro_batches import collate
-from ratchet.trainer.learner_api.protocol import RoundReport
+from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.records import judged_group
 from tests.harness.trainer.tiny import build_row

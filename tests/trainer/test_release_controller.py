@@ -13,9 +13,9 @@ import pytest
 from ratchet.store.records import Verdict, VersionDraw
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.release.outcome_counter import UNIT_SECONDS, OutcomeCounter, UsualDuration
 from ratchet.trainer.release.policy import ReleaseRules, shares_of
 from ratchet.trainer.release.release_controller import ReleaseController
+from ratchet.trainer.release.release_evidence import UNIT_SECONDS, OutcomeCounter, UsualDuration
 from ratchet.trainer.settings.release_settings import ReleaseSettings
 from tests.harness.records import call_start, ended, tool_call
 

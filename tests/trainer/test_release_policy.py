@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from ratchet.trainer.release.detectable_loss import (
+from ratchet.trainer.release.evaluation import (
     deserved_round_size,
     detectable_loss,
     is_traffic_too_small,

@@ -12,7 +12,7 @@ from ratchet.store.access.replicas import ReplicaList, check_entry
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.replica_fleet import ReplicaFleet, quorum_of
+from ratchet.trainer.adapters.vllm_api import ReplicaFleet, quorum_of
 from ratchet.trainer.errors import EngineUnreachable
 from ratchet.trainer.release.publisher import Publisher, PublishResult
 from tests.harness.trainer.scripted_engine import ScriptedEngine

@@ -19,13 +19,12 @@ from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import Trajectory
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_load import VllmLoad, load_of
-from ratchet.trainer.controller.advantages.baseline import ScoreHistory
-from ratchet.trainer.controller.collect.collector import TrajectoryCollector
+from ratchet.trainer.adapters.vllm_api import VllmLoad, load_of
+from ratchet.trainer.controller.advantages import ScoreHistory
+from ratchet.trainer.controller.collect.collector import RoleResolver, TrajectoryCollector
 from ratchet.trainer.controller.collect.resampling import resample_call
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
-from ratchet.trainer.controller.collect.role_resolution import RoleResolver
-from ratchet.trainer.rows.roles import Roles
+from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm

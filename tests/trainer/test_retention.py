@@ -9,7 +9,7 @@ import msgspec
 from ratchet.store.records import PastScore, Policy
 from ratchet.store.states import PolicyState
 from ratchet.trainer.adapters import checkpoint
-from ratchet.trainer.release.retention import best_first, retained
+from ratchet.trainer.release.release_controller import best_first, retained
 
 
 def policy(version: int, state: PolicyState = PolicyState.RETIRED) -> Policy:

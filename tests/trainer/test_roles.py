@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from ratchet.store.records import Call, Verdict, pack_logprobs, unpack_ids
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
-from ratchet.trainer.controller.collect.role_resolution import RoleResolver
+from ratchet.trainer.controller.advantages import AdvantageEstimator
+from ratchet.trainer.controller.collect.collector import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
-from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles
+from ratchet.trainer.rows.token_row import UNTRAINED_ROLE, Roles
 from tests.harness.records import call_start, ended, judged_group
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work

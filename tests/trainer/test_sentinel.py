@@ -13,18 +13,18 @@ from pydantic import ValidationError
 from ratchet.store.records import Round, ToolCall, Trajectory, Transcript
 from ratchet.store.states import RoundState, ToolOutcome, ToolResult, TrajectoryState
 from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, occurs, read_behavior
-from ratchet.trainer.controller.sentinel.drift import (
+from ratchet.trainer.controller.sentinel.resources import names_in
+from ratchet.trainer.controller.sentinel.round_checks import (
     check_drift,
     check_resource_coverage,
+    check_rounds,
     check_tool_coverage,
     unnecessary_tool_calls,
 )
-from ratchet.trainer.controller.sentinel.resources import names_in
-from ratchet.trainer.controller.sentinel.round_checks import check_rounds
 from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, check_tool_health
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
-from ratchet.trainer.statistics.welch_test import mean_change, share_change
+from ratchet.trainer.statistics import mean_change, share_change
 from tests.harness.records import TOOLS
 
 SETTINGS = SentinelSettings()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ratchet.trainer.learner import forward_pass
-from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner.shared_prefixes import MAX_TREE_TOKENS, pack_rows, prefix_tree
+from ratchet.trainer.learner.forward_pass import MAX_TREE_TOKENS, pack_rows, prefix_tree
+from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.tiny import VOCABULARY, build_row, build_tokenizer

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.statistics.sign_flip_test import holm, sign_flip_p
+from ratchet.trainer.statistics import holm, sign_flip_p
 
 
 def no_gain(chance: random.Random) -> float:

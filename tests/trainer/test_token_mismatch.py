@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.store.records import unpack_halves
-from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.tiny import build_rows
 

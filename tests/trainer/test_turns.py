@@ -10,7 +10,7 @@ import pytest
 from ratchet.store.records import Verdict
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import turn_advantages
+from ratchet.trainer.controller.advantages import turn_advantages
 from ratchet.trainer.rows.build_rows import build_rows
 from tests.harness.trainer.agents import agents_work
 from tests.trainer.test_roles import verdicts

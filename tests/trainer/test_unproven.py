@@ -10,9 +10,9 @@ import pytest
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.staleness import age, oldest_fresh, versions_ahead
+from ratchet.trainer.controller.rounds.backlog import age, oldest_fresh, versions_ahead
 from ratchet.trainer.observability.metrics import TrainerMetrics
-from ratchet.trainer.release.retention import retained
+from ratchet.trainer.release.release_controller import retained
 from ratchet.trainer.rows.probes import contexts
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work

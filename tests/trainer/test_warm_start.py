@@ -15,14 +15,12 @@ from ratchet.store.states import PolicyState, RoundState, TrajectoryState, Tunin
 from ratchet.store.store import Store
 from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.warm_start.general_data import mix_rows
-from ratchet.trainer.controller.warm_start.sft_data import COLLECTED, SFTDataCollector, SFTRows
-from ratchet.trainer.controller.warm_start.sft_round import warm_start_metrics
+from ratchet.trainer.controller.warm_start import COLLECTED, SFTDataCollector, SFTRows, mix_rows, warm_start_metrics
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
-from ratchet.trainer.tasks.held_out import is_held_out
+from ratchet.trainer.tasks import is_held_out
 from tests.harness.records import QUESTION, call_start, ended, tool_call
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratchet.trainer.learner.whitening import whiten
+from ratchet.trainer.learner.policy_loss import whiten
 from tests.harness.trainer.tiny import build_rows
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ratchet.store.store import Store, open_store
 from ratchet.store.tuning_records import Tuning
-from ratchet.trainer.tasks.task_set import Task, TaskSet
+from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings.tuner_settings import TunerSettings

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ratchet.trainer.statistics.paired_comparison import (
+from ratchet.trainer.statistics import (
     ComparisonVerdict,
     Mark,
     Marks,

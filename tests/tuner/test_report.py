@@ -9,7 +9,7 @@ from typing import Any
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState, TuningKind, TuningState
 from ratchet.store.tuning_records import Tuning
-from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, Missing, compare
+from ratchet.trainer.statistics import Compared, ComparisonVerdict, Missing, compare
 from ratchet.tuner.reports.report import TuningReport, report
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import UNKNOWN, Money, RolloutCost

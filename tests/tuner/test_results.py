@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ratchet.trainer.statistics.paired_comparison import compare
+from ratchet.trainer.statistics import compare
 from ratchet.tuner.reports.tuning_result import TuningResult, fingerprint, plain, read, task_set
 from ratchet.tuner.rollouts.prices import UNKNOWN, RolloutCost
 

@@ -17,7 +17,7 @@ from ratchet.store.store import Store
 from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.errors import TooManyFailures
 from ratchet.trainer.observability.progress import PhaseProgress, Progress
-from ratchet.trainer.tasks.task_set import Task
+from ratchet.trainer.tasks import Task
 from ratchet.tuner.rollouts.runner import (
     RolloutJob,
     RolloutRunner,

@@ -18,7 +18,7 @@ from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.settings.judge_specs import read_spec
-from ratchet.trainer.tasks.task_set import Task
+from ratchet.trainer.tasks import Task
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.scoring import NO_CALL, NO_JUDGE, RolloutScorer
 from tests.harness.proxy.running_proxy import Proxy

@@ -14,8 +14,8 @@ from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.statistics.paired_comparison import ComparisonVerdict
-from ratchet.trainer.tasks.task_set import Task, TaskSet
+from ratchet.trainer.statistics import ComparisonVerdict
+from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.reports.tuning_result import read
 from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import RolloutRunner

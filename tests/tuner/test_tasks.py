@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ratchet.trainer.errors import MalformedTaskRow, SplitNotFound, TaskSetEmpty, TaskSetError, TaskSetNotFound
-from ratchet.trainer.tasks.task_set import TaskSet, content_id
+from ratchet.trainer.tasks import TaskSet, content_id
 from ratchet.tuner.tasks.imported import ImportedTasks
 
 ROWS = [{"question": "What is 2 + 2?", "answer": "4"}, {"question": "What is 5 * 6?", "answer": "30"}]

@@ -19,7 +19,7 @@ from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.statistics.paired_comparison import ComparisonVerdict
+from ratchet.trainer.statistics import ComparisonVerdict
 from ratchet.tuner.reports.report import report
 from ratchet.tuner.reports.tuning_result import plain as plain_result
 from ratchet.tuner.reports.tuning_result import read

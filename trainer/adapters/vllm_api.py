@@ -1,30 +1,121 @@
-"""vLLM's control API: load, unload, list and score adapters of one replica over HTTP. The only client of it.
-
-HTTP errors become EngineError here. A name is never loaded twice, because vLLM keys its prefix cache by name.
-"""
+"""vLLM's HTTP API as the trainer uses it: load, adapters, logprobs, and all replicas at once."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import queue
 import re
 import ssl
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
-from ratchet.store.access.replicas import credentials, without_credentials
+from ratchet.store.access.replicas import ReplicaList, credentials, without_credentials
 from ratchet.store.policies import fingerprints
 from ratchet.trainer.adapters.adapter_store import is_remote
 from ratchet.trainer.errors import (
     AdapterNotFound,
     AdapterNotServable,
     AdapterRefused,
+    EngineError,
     EngineUnreachable,
     PromptLogprobsMissing,
 )
+
+# The load of vLLM: running and waiting calls of all replicas, from their Prometheus metrics.
+#
+# A replica that does not report its load counts as busy, with the reason. A server that answers slowly is not idle, so
+# requests time out after `timeout` seconds.
+
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+_MAX_CHECKS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class VllmLoad:
+    """Running and waiting calls of all replicas; `unknown` is the reason if they are not known."""
+
+    running: int = 0
+    waiting: int = 0
+    unknown: str | None = None
+
+    def spare(self, own: int, max_running_requests: int) -> bool:
+        """Return whether another call would delay nobody; `own` of the running calls are not counted."""
+        return self.unknown is None and self.waiting == 0 and self.running - own <= max_running_requests
+
+
+class BusyPeriod:
+    """How long vLLM has been busy at every check, and how many other calls it ran."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._others: deque[int] = deque(maxlen=_MAX_CHECKS)
+
+    def record(self, others: int, now: float) -> None:
+        """Record a check at which vLLM was busy with this many other calls."""
+        self._since = now if self._since is None else self._since
+        self._others.append(others)
+
+    def reset(self) -> None:
+        """End the period: a call could start."""
+        self._since = None
+        self._others.clear()
+
+    def seconds(self, now: float) -> float:
+        """Return how long vLLM has been busy."""
+        return 0.0 if self._since is None else now - self._since
+
+    def describe(self, max_running_requests: int) -> str:
+        """Return the observed load, with the remedy."""
+        few, many = min(self._others, default=0), max(self._others, default=0)
+        seen = f"vLLM ran {few} to {many} other calls at {len(self._others)} checks"
+        if many <= max_running_requests:
+            return f"{seen}, with others waiting: it has no spare capacity; add a replica, or ask for fewer resamples"
+        return (
+            f"{seen}, and trainer.resample.max_running_requests is {max_running_requests}: "
+            f"set it to {many}, or wait for less traffic"
+        )
+
+
+def load_of(urls: Sequence[str], key: str | None, timeout: float = 2.0) -> VllmLoad:
+    """Return the load of the replicas at these URLs, without /v1."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    running = waiting = 0
+    with httpx.Client(timeout=timeout, headers=headers, trust_env=False) as http:
+        for whole in urls:
+            url = without_credentials(whole)
+            try:
+                answer = http.get(f"{url}/metrics", auth=credentials(whole))
+                gauges = _parse_gauges(answer.text) if answer.status_code == httpx.codes.OK else {}
+            except (httpx.HTTPError, ValueError) as error:
+                return VllmLoad(unknown=f"vLLM at {url} does not report its load ({error or type(error).__name__})")
+            if RUNNING not in gauges:
+                return VllmLoad(unknown=f"vLLM at {url} shows no {RUNNING} at /metrics (is --disable-log-stats set?)")
+            running += gauges[RUNNING]
+            waiting += gauges.get(WAITING, 0)
+    return VllmLoad(running, waiting)
+
+
+def _parse_gauges(text: str) -> dict[str, int]:
+    """Return both gauges of a metrics page, summed over vLLM's engines."""
+    sums: dict[str, int] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name in (RUNNING, WAITING):
+            sums[family.name] = round(sum(sample.value for sample in family.samples))
+    return sums
+
+
+# vLLM's control API: load, unload, list and score adapters of one replica over HTTP. The only client of it.
+#
+# HTTP errors become EngineError here. A name is never loaded twice, because vLLM keys its prefix cache by name.
 
 _BAD_REQUEST = (400, 413, 422)
 # vLLM closes idle connections after 5 s, httpx's own limit: a request sent at that moment would fail.
@@ -350,3 +441,128 @@ def _logprobs_of(entries: Any, ids: Sequence[int]) -> list[float]:
 
 def _refusal(url: str, problem: str, response: httpx.Response) -> AdapterRefused:
     return AdapterRefused(f"{url} {problem} ({response.status_code}): {response.text[:300]}")
+
+
+# The vLLM replicas that the controller knows now, and questions to all of them at once.
+#
+# Promises that a replica that does not answer delays nobody: each is called in a thread of its own, and once enough
+# have answered the others get a short time to do the same. A late replica counts as missing.
+
+log = logging.getLogger(__name__)
+
+_REFRESH_SECONDS = 5.0
+_GRACE_SECONDS = 2.0
+
+_T = TypeVar("_T")
+
+
+def quorum_of(replicas: int, quorum: int | None) -> int:
+    """Return how many of the replicas must serve a version: all of one or two, else all but one, or `quorum`."""
+    default = replicas if replicas <= 2 else replicas - 1
+    return max(1, default if quorum is None else min(quorum, replicas))
+
+
+class ReplicaFleet(Sequence[VllmServer]):
+    """The replicas of a list that may change; `refresh` reads it again."""
+
+    def __init__(self, entries: Sequence[str], key: str | None = None, timeout: float = 60.0) -> None:
+        self._list = ReplicaList(entries)
+        self._key = key
+        self._timeout = timeout
+        self._made: dict[str, VllmServer] = {}
+        self._current: tuple[VllmServer, ...] = ()
+        self._refreshed_at = 0.0
+        self._problem: str | None = None
+        self.refresh(0.0)
+
+    @overload
+    def __getitem__(self, index: int) -> VllmServer: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[VllmServer]: ...
+    def __getitem__(self, index: int | slice) -> VllmServer | Sequence[VllmServer]:
+        return self._current[index]
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def __iter__(self) -> Iterator[VllmServer]:
+        return iter(self._current)
+
+    def refresh(self, now: float) -> None:
+        """Read the list again, at most every few seconds. Replicas that stay keep their connections."""
+        if self._current and (self._list.is_fixed or now - self._refreshed_at < _REFRESH_SECONDS):
+            return
+        self._refreshed_at = now
+        before = {replica.url for replica in self._current}
+        found = self._list.resolve()
+        if self._list.problem not in (None, self._problem):
+            log.warning("event=replicas_not_read reason=%r", self._list.problem)
+        self._problem = self._list.problem
+        for url in found:
+            if url not in self._made:
+                self._made[url] = VllmServer(url, self._timeout, self._key)
+        self._current = tuple(self._made[url] for url in found)
+        after = {replica.url for replica in self._current}
+        if before and before != after:
+            log.info("event=replicas_changed came=%s went=%s", sorted(after - before), sorted(before - after))
+
+    def close(self) -> None:
+        """Close the connections."""
+        for replica in self._made.values():
+            replica.close()
+
+
+def ask_all(
+    replicas: Sequence[VllmServer], ask: Callable[[VllmServer], _T], enough: int
+) -> tuple[dict[str, _T], dict[str, EngineError]]:
+    """Return the answers and the errors, by URL. Raises what is not an EngineError.
+
+    When `enough` replicas have answered, the others get as long again, and at least two seconds.
+    """
+    results: queue.SimpleQueue[tuple[str, _T | Exception]] = queue.SimpleQueue()
+
+    def run(replica: VllmServer) -> None:
+        try:
+            results.put((replica.url, ask(replica)))
+        except Exception as error:  # noqa: BLE001 -- raised below, in the caller's thread
+            results.put((replica.url, error))
+
+    started = time.monotonic()
+    for replica in replicas:
+        threading.Thread(target=run, args=(replica,), name=f"ask {replica.url}", daemon=True).start()
+    answers: dict[str, _T] = {}
+    errors: dict[str, EngineError] = {}
+    deadline: float | None = None
+    while len(answers) + len(errors) < len(replicas):
+        try:
+            url, result = results.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        if isinstance(result, EngineError):
+            errors[url] = result
+        elif isinstance(result, Exception):
+            raise result
+        else:
+            answers[url] = result
+        if deadline is None and len(answers) >= enough:
+            now = time.monotonic()
+            deadline = now + max(_GRACE_SECONDS, now - started)
+    for replica in replicas:
+        if replica.url not in answers and replica.url not in errors:
+            seconds = time.monotonic() - started
+            errors[replica.url] = EngineUnreachable(f"vLLM at {replica.url} has not answered within {seconds:.0f} s")
+    return answers, errors
+
+
+def replicas_that_serve(replicas: Sequence[VllmServer], names: Set[str]) -> list[VllmServer]:
+    """Return the replicas that answer and serve all these names. Raises EngineUnreachable or AdapterRefused if
+    there is none.
+    """
+    known = tuple(replicas)
+    models, errors = ask_all(known, VllmServer.models, 1)
+    serving = [one for one in known if names <= set(models.get(one.url, ()))]
+    if not serving and errors:
+        raise next(iter(errors.values()))
+    if not serving:
+        raise AdapterRefused(f"of {len(known)} replicas none serves {' and '.join(sorted(names))}")
+    return serving

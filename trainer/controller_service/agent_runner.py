@@ -41,7 +41,7 @@ from ratchet.trainer.errors import TrainerError, WorkerProcessLost
 from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
 from ratchet.trainer.observability.monitors import monitored
 from ratchet.trainer.observability.progress import StoredProgress
-from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
+from ratchet.trainer.release.evaluation import MakeWorkflowEvaluator
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)

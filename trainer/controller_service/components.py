@@ -12,22 +12,19 @@ from dataclasses import dataclass
 
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.controller.advantages.baseline import ScoreHistory
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
+from ratchet.trainer.controller.advantages import AdvantageEstimator, ScoreHistory
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.audit.calibration import NOISE
 from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judges.run_judges import RunJudges
-from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
-from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
-from ratchet.trainer.controller.judging.rejudging import Rejudger
-from ratchet.trainer.controller.judging.second_judge import SecondJudge
+from ratchet.trainer.controller.judging.judge_runner import JudgedGroupCache, JudgeRunner, zero_variance_groups
+from ratchet.trainer.controller.judging.rejudging import Rejudger, SecondJudge
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.errors import EngineUnreachable, JudgeError
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import Progress
-from ratchet.trainer.release.evaluation_runner import (
+from ratchet.trainer.release.evaluation import (
     MakeWorkflowEvaluator,
     PreReleaseChecks,
     make_evaluation_runner,

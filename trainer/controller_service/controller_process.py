@@ -1,30 +1,36 @@
-"""ControllerProcess: one process that serves any number of agents, and in which nothing waits.
-
-One thread steps the agents whose turn it is: those that something has happened to (a verdict, the end of a round, a
-lease), and each now and then. One query for all agents tells what others did in the store (`store.activity`). Agents
-come and go with `set_agents`; `agent_runner.py` is the life of one. The process ends only for what concerns all agents:
-a store that cannot be used, or agents none of which can be started.
-"""
+"""The controller's process: starts the agents that it holds leases for, and stops them at a signal."""
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import FrameType
 
 from ratchet.store.coordination import ALL_KINDS, AgentActivity, has_grown
-from ratchet.store.errors import StoreUnavailable
-from ratchet.store.store import Store
+from ratchet.store.errors import StoreError, StoreUnavailable
+from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller_service.agent_leases import AgentLeases
 from ratchet.trainer.controller_service.agent_runner import AgentCondition, AgentRunner, SharedByAgents
 from ratchet.trainer.controller_service.learner_work import LearnerFactory
 from ratchet.trainer.controller_service.look_pacing import LookPacing
 from ratchet.trainer.controller_service.outages import OutageLog
+from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.observability.metrics import MetricsRegistry
+from ratchet.trainer.observability.monitors import check_installed
 from ratchet.trainer.observability.progress import StoredProgress
-from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
+from ratchet.trainer.release.evaluation import MakeWorkflowEvaluator
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+# ControllerProcess: one process that serves any number of agents, and in which nothing waits.
+#
+# One thread steps the agents whose turn it is: those that something has happened to (a verdict, the end of a round, a
+# lease), and each now and then. One query for all agents tells what others did in the store (`store.activity`). Agents
+# come and go with `set_agents`; `agent_runner.py` is the life of one. The process ends only for what concerns all
+# agents: a store that cannot be used, or agents none of which can be started.
 
 log = logging.getLogger(__name__)
 
@@ -202,3 +208,46 @@ class ControllerProcess:
                 self._pause(min(left, self._poll_seconds))
         self._progress.flush(now=True)
         self._leases.close()
+
+
+# The controller's process: signals, the store, the agents. Imports no torch; the learner is passed in.
+#
+# Promises: only one trainer of an agent works at a time, the others wait; SIGTERM and SIGINT end it with exit code 0;
+# an error that concerns all agents and that waiting cannot fix ends it with 1 and one log line with the reason.
+
+
+def run(
+    agents: Agents,
+    learner_factory: LearnerFactory,
+    make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
+    on_start: Callable[[ControllerProcess], None] | None = None,
+) -> int:
+    """Serve the agents until SIGTERM or SIGINT; return the exit code.
+
+    `on_start` receives the process before it serves, for a thread that calls `set_agents` later.
+    """
+    process: ControllerProcess | None = None
+
+    def request_stop(signum: int, _: FrameType | None) -> None:
+        log.info("event=stopping signal=%s", signal.Signals(signum).name)
+        if process is None:
+            raise SystemExit(0)
+        process.stop()
+
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, request_stop)
+        for settings in agents.values():
+            check_installed(settings.report_to)
+        store = open_store(next(iter(agents.values())).store)
+        upstream_key = os.environ.get("RATCHET_UPSTREAM_API_KEY")
+        process = ControllerProcess(store, agents, learner_factory, make_workflow_evaluator, upstream_key)
+        if on_start is not None:
+            on_start(process)
+        process.run()
+        store.close()
+    except (TrainerError, StoreError) as error:
+        log.error("event=trainer_stopped error=%s reason=%r", type(error).__name__, str(error))
+        return 1
+    log.info("event=trainer_stopped")
+    return 0

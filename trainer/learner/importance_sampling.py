@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ratchet.trainer.learner.micro_batches import Micro
+from ratchet.trainer.learner.forward_pass import Micro
 from ratchet.trainer.settings.objectives import Objective, StepTokens
 
 MAX_DISTILLATION_ADVANTAGE = 10.0  # nats

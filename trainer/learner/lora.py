@@ -11,7 +11,7 @@ from ratchet.trainer.learner import base_model as policy_model
 from ratchet.trainer.learner.forward_pass import choose_attention
 from ratchet.trainer.learner.launch import processes
 from ratchet.trainer.learner.learning_rate import LearningRateController
-from ratchet.trainer.learner.lora_targets import lora_config
+from ratchet.trainer.learner.lora_linear import lora_config
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
 from ratchet.trainer.learner.sharding import attach_sharded
 from ratchet.trainer.settings.adapter_and_memory import AUTO

@@ -26,11 +26,20 @@ import torch
 from ratchet.trainer.errors import TrainingDiverged
 from ratchet.trainer.learner import importance_sampling, process_group, sharding
 from ratchet.trainer.learner.activations import ActivationMemory
-from ratchet.trainer.learner.forward_pass import ForwardPass, Scored, attention_pairs_per_token
+from ratchet.trainer.learner.forward_pass import (
+    ForwardPass,
+    Micro,
+    Scored,
+    attention_pairs_per_token,
+    batched,
+    collate,
+    empty_micro_batch,
+    split,
+    token_weights,
+)
 from ratchet.trainer.learner.launch import processes, rank
 from ratchet.trainer.learner.learning_rate import LearningRateController, sample_stride
 from ratchet.trainer.learner.lora_linear import use_fused_lora
-from ratchet.trainer.learner.micro_batches import Micro, batched, collate, empty_micro_batch, split, token_weights
 from ratchet.trainer.learner.policy_loss import clipped, policy_loss
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings

@@ -32,7 +32,7 @@ import torch
 
 from ratchet.trainer.learner import process_group
 from ratchet.trainer.learner.agent_state import fill, local
-from ratchet.trainer.learner.micro_batches import Micro
+from ratchet.trainer.learner.forward_pass import Micro
 
 if TYPE_CHECKING:
     from ratchet.trainer.learner.loss import RecordedGRPOTrainer

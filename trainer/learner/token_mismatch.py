@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from ratchet.trainer.learner import process_group
+from ratchet.trainer.learner.forward_pass import Micro
 from ratchet.trainer.learner.importance_sampling import log_ratio
-from ratchet.trainer.learner.micro_batches import Micro
 from ratchet.trainer.rows.token_row import TokenRow
 
 _Gaps = dict[bytes, bytes | None]  # by the row's key

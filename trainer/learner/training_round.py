@@ -17,12 +17,12 @@ import torch
 from ratchet.trainer.errors import NoLearningSignal, RowError
 from ratchet.trainer.learner import checkpoint_state, policy_shift, sharding, token_mismatch
 from ratchet.trainer.learner.agent_state import AgentState, local
+from ratchet.trainer.learner.forward_pass import Micro
 from ratchet.trainer.learner.learning_rate import RoundShift, sample_stride
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer, StepMetrics
-from ratchet.trainer.learner.micro_batches import Micro
+from ratchet.trainer.learner.policy_loss import whiten
 from ratchet.trainer.learner.policy_shift import PolicyShift
-from ratchet.trainer.learner.whitening import whiten
-from ratchet.trainer.learner_api.protocol import ModelLimits, RoundReport, unfit, unfit_ids
+from ratchet.trainer.learner_api import ModelLimits, RoundReport, unfit, unfit_ids
 from ratchet.trainer.rows.token_row import TokenRow, scored_row
 from ratchet.trainer.settings.objectives import Preference
 

@@ -1,4 +1,4 @@
-"""The HTTP application of the learner service; trainer/learner_api/messages.py describes its paths and answers.
+"""The HTTP application of the learner service; trainer/learner_api.py describes its paths and answers.
 
 `/health` and `/metrics` are open, everything else needs the bearer token, if there is one. The application waits for
 operations and never computes: one thread does that.
@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from ratchet import __version__
 from ratchet.trainer.errors import LearnerRefused, LearnerUnreachable, TrainerError
-from ratchet.trainer.learner_api.messages import (
+from ratchet.trainer.learner_api import (
     ALIVE_SECONDS,
     MAX_AGENT_CHARS,
     MSGPACK,
@@ -39,8 +39,7 @@ from ratchet.trainer.learner_api.messages import (
 )
 from ratchet.trainer.learner_service.compute_thread import ComputeThread, Operation, Run
 from ratchet.trainer.learner_service.metrics import LearnerMetrics
-from ratchet.trainer.learner_service.operations import AgentOperations, OnRows, decode_request
-from ratchet.trainer.learner_service.sessions import AgentSessions
+from ratchet.trainer.learner_service.operations import AgentOperations, AgentSessions, OnRows, decode_request
 
 _POLL_SECONDS = 0.5  # between two looks at the progress of an operation
 _HELD_BODIES = 4  # bodies of the largest size that are held at a time

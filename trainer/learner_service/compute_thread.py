@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ratchet.trainer.errors import LearnerUnreachable, TrainerError, WorkerProcessLost
-from ratchet.trainer.learner_api.messages import Answer, Verb
+from ratchet.trainer.learner_api import Answer, Verb
 from ratchet.trainer.learner_service.fair_queue import FairQueue
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
 from ratchet.trainer.learner_service.compute_thread import ComputeThread, Operation
-from ratchet.trainer.learner_service.sessions import AgentSessions
+from ratchet.trainer.learner_service.operations import AgentSessions
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # an additional sample per counter with its creation time
 

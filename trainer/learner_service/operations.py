@@ -1,19 +1,20 @@
-"""The verbs of the service as operations of the learner's host. Runs in the compute thread; imports no torch.
-
-The state of an agent is that of its session's revision. A verb that changes the state raises the revision before it
-begins: whatever becomes of it, a client that does not know the outcome cannot go on with another state by mistake.
-"""
+"""A learner's operations: sessions of agents, references to checkpoints, and the verbs on them."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from ratchet.trainer.errors import LearnerRefused, TrainerError
-from ratchet.trainer.learner_api.messages import (
+from ratchet.trainer.adapters import checkpoint
+from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote
+from ratchet.trainer.errors import LearnerRefused, LearnerUnreachable, TrainerError
+from ratchet.trainer.learner_api import (
+    AgentHost,
     Answer,
     LoadRequest,
     OpenRequest,
@@ -23,11 +24,152 @@ from ratchet.trainer.learner_api.messages import (
     Verb,
     encode,
 )
-from ratchet.trainer.learner_api.protocol import AgentHost
-from ratchet.trainer.learner_service.checkpoint_references import CheckpointReferences
-from ratchet.trainer.learner_service.sessions import AgentSession, AgentSessions, check_revision
 from ratchet.trainer.rows.token_row import scored_row
 from ratchet.trainer.settings.learner_settings import LearnerSettings
+
+# The open agents of a learner: session id, revision and step of each. docs in trainer/learner_api.py.
+#
+# Read by the HTTP server's thread and changed by the compute thread only.
+
+
+@dataclass(slots=True)
+class AgentSession:
+    """One open agent. `seconds` is its compute time."""
+
+    agent: str
+    share: float
+    revision: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+
+
+class AgentSessions:
+    """The open agents by session id; an agent has one session."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, AgentSession] = {}
+
+    def all(self) -> tuple[AgentSession, ...]:
+        """Return the sessions by agent."""
+        return tuple(sorted(self._by_id.values(), key=lambda one: one.agent))
+
+    def of_agent(self, agent: str) -> AgentSession | None:
+        """Return an agent's session; None if it is not open."""
+        return next((one for one in tuple(self._by_id.values()) if one.agent == agent), None)
+
+    def add(self, session: AgentSession) -> None:
+        """Add the session of an agent that has none."""
+        self._by_id[session.id] = session
+
+    def remove(self, session: AgentSession) -> None:
+        """Remove a session; its id is unknown from now on."""
+        self._by_id.pop(session.id, None)
+
+    def get(self, session_id: str) -> AgentSession:
+        """Return a session. Raises LearnerUnreachable if the learner does not know it."""
+        session = self._by_id.get(session_id)
+        if session is None:
+            raise LearnerUnreachable(
+                "the learner does not know this session: it was restarted, or another controller has opened the agent; "
+                "its newest commit must be loaded"
+            )
+        return session
+
+
+def check_revision(session: AgentSession, revision: int) -> None:
+    """Raise LearnerUnreachable if the client does not know the newest state of its agent."""
+    if session.revision != revision:
+        raise LearnerUnreachable(
+            f"the answer of an earlier operation of {session.agent} was lost (revision {revision}, the learner has "
+            f"{session.revision}); its newest commit must be loaded"
+        )
+
+
+# References of checkpoints as local folders: a learner's host reads and writes folders only.
+#
+# A reference is what the store records of a version's checkpoint: a path, which is used as it is, or a URL.
+
+
+class CheckpointReferences(Protocol):
+    """Resolves references."""
+
+    def fetch(self, reference: str, *, state: bool = True) -> Path:
+        """Return the local folder of a complete checkpoint; without `state`, of its adapter."""
+        ...
+
+    def write(self, reference: str, save: Callable[[Path], None]) -> None:
+        """Publish under a new reference the checkpoint that `save` writes into a new local folder."""
+        ...
+
+
+class LocalReferences:
+    """References that are paths. Checkpoints are only written under `roots`; without any, everywhere.
+
+    Checksums are verified when a checkpoint is read for the first time, unless this process wrote it.
+    """
+
+    def __init__(self, *roots: Path) -> None:
+        self._roots = tuple(root.absolute() for root in roots)
+        self._verified: set[str] = set()
+
+    def fetch(self, reference: str, *, state: bool = True) -> Path:
+        """Return the folder. Raises CheckpointDamaged if a checksum is wrong."""
+        folder = Path(reference)
+        if reference not in self._verified and (folder / checkpoint.MANIFEST).is_file():
+            checkpoint.verify(folder)
+            self._verified.add(reference)
+        return folder
+
+    def write(self, reference: str, save: Callable[[Path], None]) -> None:
+        """Let `save` write the folder. Raises LearnerRefused for a folder outside of the roots."""
+        folder = Path(reference)
+        if not folder.is_absolute() or ".." in folder.parts:
+            raise LearnerRefused(f"checkpoint {reference} is not an absolute path without `..`")
+        if self._roots and not any(folder.is_relative_to(root) for root in self._roots):
+            allowed = ", ".join(map(str, self._roots))
+            raise LearnerRefused(
+                f"checkpoint {reference} is outside of {allowed}, where this learner writes: start it with the "
+                "controller's state_dir and adapters.store"
+            )
+        save(folder)
+        self._verified.add(reference)
+
+
+class StoredReferences:
+    """References that are paths, or URLs below `url`, the object storage in the learner's own settings."""
+
+    def __init__(self, local: LocalReferences, adapters: AdapterStore, url: str | None) -> None:
+        self._local = local
+        self._adapters = adapters
+        self._url = url
+
+    def fetch(self, reference: str, *, state: bool = True) -> Path:
+        """Return the folder, or a verified local copy. Raises CheckpointError, LearnerRefused."""
+        if not is_remote(reference):
+            return self._local.fetch(reference, state=state)
+        return self._adapters.fetch(self._allowed(reference), state=state)
+
+    def write(self, reference: str, save: Callable[[Path], None]) -> None:
+        """Let `save` write the folder, or publish what it writes. Raises CheckpointError, LearnerRefused."""
+        if is_remote(reference):
+            self._adapters.write(self._allowed(reference), save)
+        else:
+            self._local.write(reference, save)
+
+    def _allowed(self, reference: str) -> str:
+        if self._url is None or not reference.startswith(f"{self._url}/") or ".." in reference.split("/"):
+            raise LearnerRefused(
+                f"version {reference} is outside of this learner's object storage, {self._url or 'none'}: start it "
+                "with the controller's adapters.store"
+            )
+        return reference
+
+
+# The verbs of the service as operations of the learner's host. Runs in the compute thread; imports no torch.
+#
+# The state of an agent is that of its session's revision. A verb that changes the state raises the revision before it
+# begins: whatever becomes of it, a client that does not know the outcome cannot go on with another state by mistake.
 
 OnRows = Callable[[int], None]
 Request = TypeVar("Request")

@@ -20,7 +20,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.observability.progress import PhaseProgress
-from ratchet.trainer.statistics.confidence_sequence import MeanDifference
+from ratchet.trainer.statistics import MeanDifference
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # an additional sample per counter with its creation time
 

@@ -16,7 +16,7 @@ The method is that of Korthikanti et al. 2022, "Reducing Activation Recomputatio
   computed again too (`ratchet.trainer.learner.activations`).
 
 Trees of rows with a common prefix attend through a mask of their tokens squared, which all layers read; a micro-batch
-of trees has at most so many of them as fit its tokens (`ratchet.trainer.learner.shared_prefixes`).
+of trees has at most so many of them as fit its tokens (`ratchet.trainer.learner.forward_pass`).
 
 Logits are never whole: the learner's LM head (`ratchet.trainer.learner.lm_head`) computes tiles of TOKEN_TILE tokens
 x VOCAB_TILE words, forward and backward, with two of them in fp32 at a time.
@@ -28,10 +28,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ratchet.trainer.planning.model_shape import ModelShape
-from ratchet.trainer.planning.parameters import Linear, count_lora_parameters
+from ratchet.trainer.planning.model_shape import Linear, ModelShape, count_lora_parameters
 
-MAX_TREE_TOKENS = 8192  # of ratchet.trainer.learner.shared_prefixes
+MAX_TREE_TOKENS = 8192  # of ratchet.trainer.learner.forward_pass
 TOKEN_TILE = 2048  # of ratchet.trainer.learner.lm_head
 VOCAB_TILE = 16384
 _FP32, _BF16, _INT64 = 4, 2, 8  # bytes

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ratchet.trainer.planning.activations import StepMemory, step_memory
-from ratchet.trainer.planning.model_shape import ModelShape
-from ratchet.trainer.planning.parameters import (
+from ratchet.trainer.planning.model_shape import (
     Linear,
+    ModelShape,
     ParameterCount,
     adapted_layers,
     count_lora_parameters,

@@ -20,8 +20,7 @@ from ratchet.trainer.planning.gpu_memory import (
     learner_memory,
     serving_memory,
 )
-from ratchet.trainer.planning.model_shape import ModelShape
-from ratchet.trainer.planning.parameters import adapted_layers, count_lora_parameters, count_parameters
+from ratchet.trainer.planning.model_shape import ModelShape, adapted_layers, count_lora_parameters, count_parameters
 
 OPTIONS = (
     LearnerOption(),

@@ -1,17 +1,93 @@
-"""The result of a paired evaluation: a candidate's answers and the live version's, judged as one group per prompt."""
+"""Evaluations before a release: on held-out tasks, with a second opinion, and of prompt versions."""
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 import statistics
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Generic, Protocol, TypeVar
 
-from ratchet.store.records import Transcript
+import msgspec
+
+from ratchet.store.errors import RecordDamaged
+from ratchet.store.reasons import DropReason
+from ratchet.store.records import Call, PastScore, Policy, Transcript
 from ratchet.store.statistics import interval
+from ratchet.store.store import Store
+from ratchet.trainer.adapters.vllm_api import VllmServer, replicas_that_serve
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.errors import EngineError, EngineUnreachable, EvaluationStopped, SettingError, TuningError
+from ratchet.trainer.release.candidates import version_name
+from ratchet.trainer.release.evidence import DifferenceSums
+from ratchet.trainer.release.invariants import KIND as INVARIANTS
+from ratchet.trainer.release.invariants import (
+    InvariantsCheck,
+    InvariantsResult,
+    RecordedPrompt,
+    has_sampling_parameters,
+    sampling_of,
+)
+from ratchet.trainer.settings.release_settings import ReleaseSettings
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.statistics import MeanDifference, boundary
+
+# Which loss the evidence can show after how many trajectories, and the difference from the anchor. Pure.
+#
+# The median number of counted trajectories until a loss D is shown is 18 s^2 / (f (1 - f) D^2): twice ln(1/alpha) + 2,
+# for alpha 0.001, with s the standard deviation that is left after the baseline, and f the share of the older of two
+# versions. One loss in ten takes twice as long. `benchmarks/release.py` measures both.
+
+PERIODS = (("day", 1.0), ("week", 7.0), ("month", 30.0))
+SMALL_TRAFFIC_LOSS = 0.1  # a larger one that a month cannot show: the traffic is too small to guard by itself
+_CERTAINTY = 18.0
+_MIN_COUNT = 20
+_MIN_ROUND, _MAX_ROUND = 128, 512  # trajectories
+
+
+def mean_difference(seen: DifferenceSums, alpha: float = 0.05) -> MeanDifference | None:
+    """Return newer minus older; None for fewer than twenty trajectories."""
+    if seen.count < _MIN_COUNT or seen.information <= 0.0:
+        return None
+    value = -seen.sum / seen.information
+    mean = seen.sum / seen.count
+    spread = math.sqrt(max(0.0, seen.squares / seen.count - mean * mean))
+    radius = spread * boundary(seen.count, alpha) * seen.count / seen.information
+    return MeanDifference(value, value - radius, value + radius, seen.count)
+
+
+def detectable_loss(per_day: float, days: float, spread: float, older: float, newer: float) -> float:
+    """Return the loss that is shown in `days` in the median, for two versions with these shares of all traffic."""
+    trajectories = per_day * days * (older + newer)
+    if trajectories <= 0.0 or older <= 0.0 or newer <= 0.0:
+        return math.inf
+    f = older / (older + newer)
+    return spread * math.sqrt(_CERTAINTY / (f * (1.0 - f) * trajectories))
+
+
+def is_traffic_too_small(per_day: float, spread: float, holdback: float = 0.3) -> bool:
+    """Return whether a month of this traffic cannot show a loss of `SMALL_TRAFFIC_LOSS` against the anchor."""
+    return detectable_loss(per_day, 30.0, spread, holdback, 1.0 - holdback) > SMALL_TRAFFIC_LOSS
+
+
+def deserved_round_size(per_day: float) -> int:
+    """Return a day of traffic, between 128 and 512 trajectories.
+
+    A release is judged by about as many trajectories as its round has, so a larger round makes one that can be judged,
+    but fewer of them. `benchmarks.release --only rounds` measures what that is worth.
+    """
+    return round(max(_MIN_ROUND, min(_MAX_ROUND, per_day)))
+
+
+# The result of a paired evaluation: a candidate's answers and the live version's, judged as one group per prompt.
 
 MIN_PROMPTS = 5
 PROMPT_SET = "prompt_set"  # key of a decision's evidence
@@ -124,3 +200,447 @@ def _mean_scores(judge: Judge, sides: Sides) -> tuple[float, float] | None:
     if len(scores) < len(members):
         return None
     return statistics.fmean(scores[: len(sides[0])]), statistics.fmean(scores[len(sides[0]) :])
+
+
+# A second judge's opinion on a ramp that the first judge prefers: does it see the gain too?
+#
+# A judge that is being fooled prefers what fools it; another judge does not. Pairs of a ramp's and a live trajectory,
+# of the same task if possible, are judged together, so relative judges work as well. Runs in its own thread and writes
+# nothing to the store.
+
+log = logging.getLogger(__name__)
+
+_Z = statistics.NormalDist().inv_cdf(0.975)
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SecondOpinion:
+    """The mean difference (ramp - live) in the second judge's own units, with its 95% interval."""
+
+    judge: str
+    judge_version: str
+    pairs: int
+    failures: int
+    mean: float
+    low: float
+    high: float
+
+    def evidence(self) -> dict[str, Any]:
+        """Return it in the form of a decision's evidence."""
+        return {"second_judge": asdict(self)}
+
+    def blocking_reason(self, first: MeanDifference) -> str | None:
+        """Return why the promotion needs approval; None if the second judge agrees with `first`."""
+        described = f"second judge {self.judge}: difference {self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+        if self.pairs < 2 or self.failures > self.pairs:
+            return f"second judge {self.judge} failed on {self.failures} of {self.failures + self.pairs} pairs"
+        if self.high < 0:
+            return f"{described}: it finds the new version worse"
+        if first.low > 0 and self.mean <= 0:
+            return f"{described}: it does not see the gain of {first.value:+.3f}"
+        return None
+
+
+class SecondOpinionRunner:
+    """Asks the second judge about one ramp after the other, in its own thread."""
+
+    def __init__(self, judge: Judge, max_pairs: int, read_transcript: Callable[[str], Transcript]) -> None:
+        self._judge = judge
+        self._max_pairs = max_pairs
+        self._read_transcript = read_transcript
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="second_opinion")
+        self._pending: tuple[int, Future[SecondOpinion]] | None = None
+
+    def opinion_on(self, version: int, ramp: Sequence[PastScore], live: Sequence[PastScore]) -> SecondOpinion | None:
+        """Return the opinion on a version; None until it is known. Raises what reading the store raises."""
+        if self._pending is None or self._pending[0] != version:
+            pairs = pair_up(ramp, live, self._max_pairs)
+            self._pending = version, self._thread.submit(judge_pairs, self._judge, pairs, self._read_transcript)
+        _, opinion = self._pending
+        if not opinion.done():
+            return None
+        self._pending = None
+        return opinion.result()
+
+    def close(self) -> None:
+        """Stop asking, and close the judge."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._judge.close()
+
+
+def pair_up(ramp: Sequence[PastScore], live: Sequence[PastScore], max_pairs: int) -> list[Pair]:
+    """Return at most `max_pairs` (ramp, live) trajectory ids, newest first, of the same cohort if possible."""
+    free: dict[str, list[PastScore]] = {}
+    for scored in live:
+        free.setdefault(scored.cohort, []).append(scored)
+    newest = list(reversed(ramp))
+    pairs = [(one.trajectory_id, free[one.cohort].pop().trajectory_id) for one in newest if free.get(one.cohort)]
+    if len(pairs) < max_pairs:
+        paired = {trajectory_id for trajectory_id, _ in pairs}
+        unpaired = [one.trajectory_id for one in newest if one.trajectory_id not in paired]
+        others = [scored.trajectory_id for rest in free.values() for scored in rest]
+        pairs += list(zip(unpaired, others, strict=False))
+    return pairs[:max_pairs]
+
+
+def judge_pairs(judge: Judge, pairs: Sequence[Pair], read_transcript: Callable[[str], Transcript]) -> SecondOpinion:
+    """Return the judge's opinion on all pairs. Blocks until every pair is judged."""
+    with ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second_judge") as threads:
+        judged = list(threads.map(lambda pair: _scores(judge, pair, read_transcript), pairs))
+    differences = list(_differences(judged))
+    mean = statistics.fmean(differences) if differences else 0.0
+    reach = _Z * statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    failures = len(judged) - len(differences)
+    return SecondOpinion(judge.name, judge.version, len(differences), failures, mean, mean - reach, mean + reach)
+
+
+def _scores(judge: Judge, pair: Pair, read_transcript: Callable[[str], Transcript]) -> list[float | None]:
+    """Return the two scores of a pair; none for a pair that is damaged in the store."""
+    try:
+        read = [read_transcript(name) for name in pair]
+    except RecordDamaged as damaged:
+        log.warning("event=pair_not_compared reason=%r", str(damaged))
+        return [None, None]
+    return [verdict.score for verdict in judge_in_both_orders(judge, read).verdicts]
+
+
+def _differences(scores: Sequence[Sequence[float | None]]) -> Iterator[float]:
+    for ramp, live in scores:
+        if ramp is not None and live is not None:
+            yield ramp - live
+
+
+# Evaluations in the background: a candidate is evaluated while the trainer collects, groups and judges.
+#
+# One evaluation at a time, in its own thread. Promises: a result is in the store before anybody decides on it, so a
+# trainer that is killed continues from there or evaluates again, and no result is used twice; an evaluation that fails
+# raises an alarm and is repeated, and never counts as passed. Decides nothing.
+
+KIND = "evaluation"  # of the observations that hold the results
+_RETRY_SECONDS = 60.0  # after a failure
+
+
+class Result(Protocol):
+    """What an evaluation found: a dataclass that msgspec can write and read again."""
+
+    def describe(self) -> str:
+        """Return it as one clause, "" if nothing is known."""
+
+
+ResultT = TypeVar("ResultT", bound=Result)
+ResultT_co = TypeVar("ResultT_co", bound=Result, covariant=True)
+
+
+class Evaluator(Protocol[ResultT_co]):
+    """Compares a candidate with the live version. Blocks."""
+
+    def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> ResultT_co:
+        """Return the result; call `check` regularly, which raises if the evaluation has to stop.
+
+        Raises EngineError, TuningError, EvaluationStopped, StoreError.
+        """
+
+    def close(self) -> None:
+        """Close what it uses."""
+
+
+# Arguments: the store, the alias, the settings, the judge and the second judge. The tuner's evaluator is passed in
+# because the trainer cannot import the tuner.
+MakeWorkflowEvaluator = Callable[[Store, str, ReleaseSettings, Judge, Judge | None], Evaluator[EvaluationResult]]
+
+
+def make_evaluation_runner(
+    settings: TrainerSettings,
+    store: Store,
+    replicas: Sequence[VllmServer],
+    make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
+) -> EvaluationRunner[EvaluationResult] | None:
+    """Return the runner that the settings name: a workflow, recorded prompts, or None if nothing is held out.
+
+    Raises WorkflowError, TaskSetError, JudgeError; SettingError if the settings name a workflow and the program that
+    starts the trainer passes no evaluator for workflows.
+    """
+    release = settings.release
+    if release.workflow is None and not release.held_out_share:
+        return None
+    judge, second = make_judge(settings.judge, os.environ), make_second_judge(settings)
+    if release.workflow is not None:
+        if make_workflow_evaluator is None:
+            raise SettingError("trainer.release.workflow needs the tuner: start the trainer with `ratchet trainer`")
+        evaluator = make_workflow_evaluator(store, settings.model, release, judge, second)
+        return EvaluationRunner(store, settings.model, evaluator, EvaluationResult, KIND)
+    prompts = PromptEvaluator(
+        store,
+        replicas,
+        judge,
+        second,
+        alias=settings.model,
+        prompts=release.evaluation_prompts,
+        samples=release.evaluation_samples,
+    )
+    return EvaluationRunner(store, settings.model, prompts, EvaluationResult, KIND)
+
+
+def make_invariants_runner(
+    settings: TrainerSettings, store: Store, replicas: Sequence[VllmServer]
+) -> EvaluationRunner[InvariantsResult] | None:
+    """Return the runner of the invariants check; None if there are no users to protect, or no prompts to ask."""
+    release = settings.release
+    if release.policy == "immediate" or not release.invariant_prompts:
+        return None
+    check = InvariantsCheck(
+        store,
+        replicas,
+        alias=settings.model,
+        prompts=release.invariant_prompts,
+        max_tokens=release.invariant_max_tokens,
+    )
+    return EvaluationRunner(store, settings.model, check, InvariantsResult, INVARIANTS)
+
+
+def make_second_judge(settings: TrainerSettings) -> Judge | None:
+    """Return the second judge of releases, else of the sentinel; None if the settings name neither."""
+    spec = settings.release.second_judge or settings.sentinel.second_judge
+    return make_judge(spec, os.environ) if spec else None
+
+
+class EvaluationRunner(Generic[ResultT]):
+    """Runs the evaluations of one alias and kind, which names their results in the store and their alarm."""
+
+    def __init__(
+        self,
+        store: Store,
+        alias: str,
+        evaluator: Evaluator[ResultT],
+        result: type[ResultT],
+        kind: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._alias = alias
+        self._evaluator = evaluator
+        self._result = result
+        self._kind = kind
+        self._clock = clock
+        self._job: _EvaluationJob | None = None
+        self._retry_at = 0.0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether `result_for` would return None: an evaluation runs, or waits to be repeated."""
+        return (self._job is not None and not self._job.is_over) or self._clock() < self._retry_at
+
+    def result_for(self, candidate: Policy, live: Policy) -> ResultT | None:
+        """Return the result of a candidate beside the live version; None while it is evaluated.
+
+        Raises EngineUnreachable, and what the store raises; calling again is safe.
+        """
+        subject = f"{version_name(candidate)} against {version_name(live)}"
+        if self.is_running:
+            return None
+        job, self._job = self._job, None
+        if job is not None and job.subject == subject and job.error is not None:
+            self._handle_failure(job.error, subject)
+            return None
+        known = self._store.observations.latest(self._alias, self._kind).get(subject)
+        if known is not None:
+            self._store.alarms.clear(self._alarm)
+            return msgspec.convert(known.content, self._result)
+        self._job = _EvaluationJob(subject, lambda check: self._evaluate(candidate, live, subject, check))
+        log.info("event=%s_started policy=%s against=%s", self._kind, version_name(candidate), version_name(live))
+        return None
+
+    def close(self) -> None:
+        """Stop the running evaluation; it is repeated after the next start."""
+        if self._job is not None:
+            self._job.stop()
+        self._evaluator.close()
+
+    def _evaluate(self, candidate: Policy, live: Policy, subject: str, check: Callable[[], None]) -> None:
+        result = self._evaluator.evaluate(candidate, live, check)
+        self._store.observations.add(self._alias, self._kind, subject, msgspec.to_builtins(result))
+        described = result.describe() or "too little to compare"
+        log.info("event=%s_done policy=%s result=%r", self._kind, version_name(candidate), described)
+
+    def _handle_failure(self, error: BaseException, subject: str) -> None:
+        """Raise an alarm and schedule a retry. Raises `error` if it is not a failure of the evaluation."""
+        if isinstance(error, EngineUnreachable) or not isinstance(error, EngineError | TuningError):
+            raise error
+        self._retry_at = self._clock() + _RETRY_SECONDS
+        reason = f"{self._kind} of {subject} failed: {error}; next try in {_RETRY_SECONDS:g} s, nothing is promoted"
+        self._store.alarms.raise_(self._alarm, reason)
+        log.warning("event=%s_failed reason=%r", self._kind, reason)
+
+    @property
+    def _alarm(self) -> str:
+        return f"{self._kind}:{self._alias}"
+
+
+@dataclass(frozen=True, slots=True)
+class PreReleaseChecks:
+    """The checks of a proven candidate before it serves users, in order; None: not by the settings."""
+
+    invariants: EvaluationRunner[InvariantsResult] | None = None
+    replay: EvaluationRunner[EvaluationResult] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one runs, or waits to be repeated."""
+        return any(one.is_running for one in (self.invariants, self.replay) if one is not None)
+
+    def close(self) -> None:
+        """Stop what runs; it is repeated after the next start."""
+        for one in (self.invariants, self.replay):
+            if one is not None:
+                one.close()
+
+
+class _EvaluationJob:
+    """One running evaluation."""
+
+    def __init__(self, subject: str, evaluate: Callable[[Callable[[], None]], None]) -> None:
+        self.subject = subject
+        self.error: BaseException | None = None
+        self._evaluate = evaluate
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="evaluation", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Request the end; does not wait for it."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        try:
+            self._evaluate(self._check)
+        except BaseException as error:  # noqa: BLE001  raised again in the daemon's thread
+            self.error = error
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise EvaluationStopped("the trainer is stopping")
+
+
+# Evaluation on held-out prompts: a candidate and the live version answer the same prompts, judged in pairs.
+#
+# A fixed share of all tasks, by a hash of their key, is held out: these tasks are served and recorded as usual, but
+# never trained or judged for training. The first one-call trajectory of such a task is a prompt. The set consists of
+# the first tasks that arrived, so it stays the same from version to version once it is full; if it changed, the result
+# says so.
+#
+# A version's own prompt is substituted as the proxy does it; judges see the agent's messages, as for live traffic.
+# Requests go to vLLM directly, and only the figures are recorded. The second judge, if there is one, sees the same
+# answers. For tasks that take more than one call, `ratchet.tuner.selection.release_evaluation` runs a workflow instead.
+
+_MAX_DECISIONS = 50  # newest decisions that are searched for the previous prompt set
+_CONCURRENCY = 8  # prompts
+
+
+class PromptEvaluator:
+    """Evaluates candidates of one alias on its held-out prompts. Blocks while vLLM and the judges work."""
+
+    def __init__(
+        self,
+        store: Store,
+        replicas: Sequence[VllmServer],
+        judge: Judge,
+        second: Judge | None = None,
+        *,
+        alias: str,
+        prompts: int,
+        samples: int,
+    ) -> None:
+        self._store = store
+        self._replicas = replicas
+        self._judge = judge
+        self._second = second
+        self._alias = alias
+        self._prompts = prompts
+        self._samples = samples
+
+    def close(self) -> None:
+        """Close the judges."""
+        self._judge.close()
+        if self._second is not None:
+            self._second.close()
+
+    def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> EvaluationResult:
+        """Return the paired comparison; its `first` is None for too few held-out prompts that can be judged.
+
+        Raises EngineUnreachable, AdapterRefused, and whatever `check` raises.
+        """
+        names = self._store.trajectories.held_out_candidates(self._alias, DropReason.HELD_OUT, self._prompts)
+        read = self._store.trajectories.readable(names)
+        prompts = [recorded for recorded in read if has_sampling_parameters(recorded.calls[0])]
+        replicas = replicas_that_serve(self._replicas, {candidate.served_name, live.served_name})
+
+        def ask(place: int) -> Sides:
+            return self._answer(replicas[place % len(replicas)], prompts[place], candidate, live, check)
+
+        with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="evaluation") as threads:
+            answers = list(threads.map(ask, range(len(prompts))))
+        first = compare_with_judge(self._judge, answers)
+        prompt_set, changed = self._hash_prompts([one.trajectory.id for one in prompts])
+        if first is None or self._second is None:
+            return EvaluationResult(first, prompt_set=prompt_set, changed=changed)
+        second = compare_with_judge(self._second, answers)
+        return EvaluationResult(first, second, self._second.name, prompt_set=prompt_set, changed=changed)
+
+    def _hash_prompts(self, names: Sequence[str]) -> tuple[str, bool]:
+        """Return a hash of the prompts, and whether it differs from that of the previous evaluation."""
+        now = blake2b("\0".join(sorted(names)).encode(), digest_size=8).hexdigest()
+        decisions = self._store.decisions.decisions_of(self._alias, limit=_MAX_DECISIONS)
+        before = next((value for one in decisions if (value := one.evidence.get(PROMPT_SET))), now)
+        if before != now:
+            log.warning("event=evaluation_prompts_changed alias=%s prompts=%d", self._alias, len(names))
+        return now, before != now
+
+    def _answer(
+        self,
+        replica: VllmServer,
+        recorded: Transcript,
+        candidate: Policy,
+        live: Policy,
+        check: Callable[[], None],
+    ) -> Sides:
+        """Return the candidate's answers to a recorded prompt, and as many of the live version."""
+        check()
+        call = recorded.calls[0]
+        messages = self._store.trajectories.messages_to(call.prompt_node)
+        prompt = RecordedPrompt(messages, recorded.tools, sampling_of(call), recorded.trajectory.family)
+        sides: list[list[Transcript]] = []
+        for policy in (candidate, live):
+            sent = prompt.messages_for(policy, self._store)
+            replies = replica.chat(policy.served_name, sent, prompt.tools, prompt.sampling, self._samples)
+            name = f"evaluation:{recorded.trajectory.id}:{policy.version}"
+            sides.append(
+                [
+                    _make_transcript(recorded, call, f"{name}:{number}", policy, (*messages, reply), tokens)
+                    for number, (reply, tokens) in enumerate(replies)
+                ]
+            )
+        return sides[0], sides[1]
+
+
+def _make_transcript(
+    recorded: Transcript,
+    call: Call,
+    name: str,
+    policy: Policy,
+    messages: tuple[Mapping[str, Any], ...],
+    tokens: int,
+) -> Transcript:
+    """Return the transcript that the proxy would have recorded, without token ids."""
+    trajectory = msgspec.structs.replace(
+        recorded.trajectory, id=f"{recorded.trajectory.id}:{name}", version=policy.version, purpose="eval"
+    )
+    answer = msgspec.structs.replace(
+        call, trajectory_id=trajectory.id, version=policy.version, choices=(), completion_tokens=tokens
+    )
+    return Transcript(trajectory=trajectory, calls=(answer,), messages=messages, tools=recorded.tools, row=recorded.row)

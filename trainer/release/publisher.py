@@ -1,43 +1,305 @@
-"""The publisher: from a candidate on disk to a version that serves on every replica, and old versions out again.
-
-Order: load everywhere under a new name, prove everywhere, evaluate, change the state in the store, wait for the
-proxies, drain, unload. Promises: no version becomes live that a replica does not serve as the trainer made it. A
-version whose proof is undecided is left `unproven`, and the next one is proven against what is in service, so the
-distance grows. No version is unloaded while a trajectory is pinned to it. Does not train, and does not wait for an
-evaluation: the caller publishes the candidate again when the evaluation is over, and the proof is repeated.
-"""
+"""From a candidate on disk to a version that serves on every replica, and old versions out again."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.reports.version_reports import read_unproven
-from ratchet.store.states import PolicyState
+from ratchet.store.states import SERVING, PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.replica_fleet import ask_all
-from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.errors import AdapterRefused
-from ratchet.trainer.learner_api.protocol import LogprobScorer
-from ratchet.trainer.release.approval import (
-    GetBlockingFindings,
-    blocking_reason,
-    findings_evidence,
-    no_blocking_findings,
-    require_approval,
+from ratchet.trainer.adapters.adapter_store import weights_checksum
+from ratchet.trainer.adapters.vllm_api import VllmServer, ask_all, quorum_of
+from ratchet.trainer.errors import (
+    AdapterNotFound,
+    AdapterNotServable,
+    AdapterRefused,
+    CheckpointDamaged,
+    EngineError,
+    EngineUnreachable,
 )
+from ratchet.trainer.learner_api import LogprobScorer
+from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.release.candidates import is_trained, version_name
-from ratchet.trainer.release.evaluation_runner import PreReleaseChecks
-from ratchet.trainer.release.invariants_check import KIND as INVARIANTS
-from ratchet.trainer.release.proof import Proof, ProofOutcome
-from ratchet.trainer.release.replica_proofs import ReplicaProofs
-from ratchet.trainer.release.served_proof import Probes, ProofFailed
+from ratchet.trainer.release.evaluation import PreReleaseChecks
+from ratchet.trainer.release.invariants import KIND as INVARIANTS
+from ratchet.trainer.release.proof import (
+    Probes,
+    Proof,
+    ProofFailed,
+    ProofOutcome,
+    ServedLogprobs,
+    SwapProver,
+    TrainerLogprobs,
+)
+
+# Approval: a version waits for a person, with the evidence in the store and an alarm that names the commands.
+#
+# The version is in its ramp or still a candidate; its state does not change. While one waits, nothing else is
+# published; training goes on.
 
 log = logging.getLogger(__name__)
+
+GetBlockingFindings = Callable[[], Sequence[Finding]]  # the sentinel's findings that block a promotion now
+
+
+def no_blocking_findings() -> Sequence[Finding]:
+    """Return nothing: the default without a sentinel."""
+    return ()
+
+
+def require_approval(store: Store, policy: Policy, reason: str, evidence: Mapping[str, Any], *, by: str) -> None:
+    """Record that only a person may promote this version, and raise the alarm."""
+    store.policies.require_approval(policy.alias, policy.version, evidence, by=by, reason=reason)
+    name = version_name(policy)
+    remedy = (
+        f"`ratchet policies promote {name} --reason WHY` or `ratchet policies rollback {policy.alias} --reason WHY`"
+    )
+    store.alarms.raise_(_alarm(policy.alias), f"{name} needs approval: {reason}; {remedy}")
+    log.warning("event=approval_required policy=%s reason=%r", name, reason)
+
+
+def clear_approval_alarm(store: Store, alias: str) -> None:
+    """Clear the alarm: no version waits for approval any more."""
+    store.alarms.clear(_alarm(alias))
+
+
+def blocking_reason(findings: Sequence[Finding]) -> str | None:
+    """Return why nothing may be promoted now; None if no finding gives a reason."""
+    reasons = "; ".join(finding.reason for finding in findings if finding.reason)
+    return f"the sentinel found that the judges disagree: {reasons}" if reasons else None
+
+
+def findings_evidence(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return findings in the form of a decision's evidence."""
+    return {"sentinel": [asdict(finding) for finding in findings]} if findings else {}
+
+
+def _alarm(alias: str) -> str:
+    return f"approval_required:{alias}"
+
+
+# Which replicas serve a version as the trainer made it: at its publication, and again for those that come later.
+#
+# Promises: publication is all or nothing over the replicas that answer; a replica that does not answer, or does not
+# find the files in time, delays nobody, as long as a quorum serves the version. The proven replicas are recorded with
+# the version, and the proxy sends it to no other. A replica that comes back, is new or was restarted is loaded and
+# proven; one that serves something else is taken out, with an alarm.
+
+MISSING = "replica_missing"  # alarm
+WRONG = "replica_wrong"  # alarm
+_PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts to load a version that is not found
+_CHECK_SECONDS = 5.0  # between two looks at the replicas of what is served
+
+
+@dataclass(frozen=True, slots=True)
+class ServedProofs:
+    """The replicas that serve a version as it was trained, with their proofs; and why others do not."""
+
+    proofs: Mapping[str, Proof]  # by URL; empty for a version whose adapter is served already
+    proven: tuple[str, ...]
+    missing: Mapping[str, str]  # URL -> reason
+    checksum: str | None  # SHA-256 of the weights file, where the trainer can read it
+
+
+class ReplicaProofs:
+    """Loads and proves the versions of one alias on the replicas. `quorum`: how many must serve one; None: all of one
+    or two, else all but one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        replicas: Sequence[VllmServer],
+        *,
+        alias: str,
+        tolerance: float,
+        quorum: int | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._replicas = replicas
+        self._alias = alias
+        self._tolerance = tolerance
+        self._quorum = quorum
+        self._sleep = sleep
+        self._checked_at = 0.0
+
+    def prove(self, candidate: Policy, live: Policy, probes: Probes, scorer: LogprobScorer) -> ServedProofs:
+        """Load both versions on the replicas and prove the candidate, unless its adapter is served already.
+
+        Raises ProofFailed, EngineUnreachable if fewer replicas than the quorum answer, and AdapterNotServable.
+        """
+        replicas = tuple(self._replicas)
+        enough = quorum_of(len(replicas), self._quorum)
+        same = candidate.served_name == live.served_name
+        try:
+            checksum = weights_checksum(candidate.adapter) if candidate.adapter and not same else None
+        except CheckpointDamaged as damaged:
+            raise ProofFailed(str(damaged), ProofOutcome.WRONG, {}) from damaged
+        prover = self._prover(candidate, (live, self._base()), probes, TrainerLogprobs(scorer))
+
+        def load_and_measure(replica: VllmServer) -> ServedLogprobs | None:
+            for policy in {candidate.served_name: candidate, live.served_name: live}.values():
+                self._load(replica, policy)
+            return None if same else prover.measure(replica)
+
+        answers, errors = ask_all(replicas, load_and_measure, enough)
+        served = {url: answer for url, answer in answers.items() if answer is not None}
+        proofs = prover.prove(replicas, served)
+        if unservable := [error for error in errors.values() if isinstance(error, AdapterNotServable)]:
+            raise unservable[0]
+        refusals = [error for error in errors.values() if _is_refusal(error)]
+        if refusals:
+            raise ProofFailed(str(refusals[0]), ProofOutcome.WRONG, proofs)
+        for outcome in (ProofOutcome.WRONG, ProofOutcome.UNPROVEN):
+            for url, proof in proofs.items():
+                if proof.outcome is outcome:
+                    raise ProofFailed(f"{url}: {proof.reason}", outcome, proofs)
+        missing = {url: str(error) for url, error in errors.items()}
+        if len(answers) < enough:
+            raise EngineUnreachable(
+                f"{len(answers)} of {len(replicas)} replicas serve {candidate.served_name}, and {enough} must "
+                f"(adapters.quorum): {'; '.join(missing.values()) or 'no replica is known'}"
+            )
+        self._report_missing(missing)
+        proven = tuple(replica.url for replica in replicas if replica.url in answers)
+        return ServedProofs(proofs, proven, missing, checksum)
+
+    def record(self, policy: Policy, served: ServedProofs) -> None:
+        """Record which replicas serve a version; before it gets traffic."""
+        self._store.policies.record_replicas(policy.alias, policy.served_name, served.proven)
+
+    def catch_up(self, now: float, probes_of: Callable[[Policy], Probes], scorer: LogprobScorer) -> list[str]:
+        """Prove what is served on replicas that came, came back or were restarted; return their URLs.
+
+        Does nothing if it was called a moment ago. A replica that does not answer waits for a later call.
+        """
+        if now - self._checked_at < _CHECK_SECONDS:
+            return []
+        self._checked_at = now
+        changed: list[str] = []
+        missing: dict[str, str] = {}
+        replicas = tuple(self._replicas)
+        models, errors = ask_all(replicas, VllmServer.models, 1)
+        for policy in self._serving():
+            lacking = [
+                replica
+                for replica in replicas
+                if replica.url in models
+                and (replica.url not in policy.replicas or policy.served_name not in models[replica.url])
+            ]
+            if lacking:
+                changed += self._catch_up(policy, lacking, probes_of(policy), scorer, missing)
+        if missing or (replicas and not errors):
+            self._report_missing(missing)
+        return changed
+
+    def _catch_up(
+        self,
+        policy: Policy,
+        replicas: Sequence[VllmServer],
+        probes: Probes,
+        scorer: LogprobScorer,
+        missing: dict[str, str],
+    ) -> list[str]:
+        """Prove a version on replicas that lack it; return their URLs, and add those that do not load it yet."""
+        prover = self._prover(policy, (self._base(),), probes, TrainerLogprobs(scorer, policy.adapter or False))
+
+        def load_and_measure(replica: VllmServer) -> ServedLogprobs:
+            self._load(replica, policy)
+            return prover.measure(replica)
+
+        answers, errors = ask_all(replicas, load_and_measure, 1)
+        missing |= {url: str(error) for url, error in errors.items() if not _is_refusal(error)}
+        proven, wrong = set(policy.replicas), {url: str(error) for url, error in errors.items() if _is_refusal(error)}
+        caught_up = []
+        for url, proof in prover.prove(replicas, answers).items():
+            if proof.outcome is ProofOutcome.WRONG:
+                wrong[url] = f"{url}: {proof.reason}"
+            elif proof.holds or url in proven:
+                proven.add(url)
+                caught_up.append(url)
+                log.info("event=replica_proven policy=%s replica=%s", policy.served_name, url)
+            else:
+                log.warning("event=replica_unproven replica=%s reason=%r", url, proof.reason)
+        if wrong:
+            self._store.alarms.raise_(
+                f"{WRONG}:{self._alias}",
+                f"{policy.served_name} gets no traffic on a replica: {'; '.join(wrong.values())}; restart that replica "
+                "with the base model of the others",
+            )
+        elif caught_up:
+            self._store.alarms.clear(f"{WRONG}:{self._alias}")
+        # A replica that is the only proven one stays: without it nobody would serve the version.
+        kept = tuple(sorted(proven - wrong.keys())) or policy.replicas
+        if kept != tuple(sorted(policy.replicas)):
+            self._store.policies.record_replicas(policy.alias, policy.served_name, kept)
+        return caught_up
+
+    def _prover(self, policy: Policy, old: Sequence[Policy], probes: Probes, trainer: TrainerLogprobs) -> SwapProver:
+        known = {one.served_name: one.adapter for one in old}
+        return SwapProver(policy.served_name, policy.adapter or "", known, probes, trainer, self._tolerance)
+
+    def _load(self, replica: VllmServer, policy: Policy) -> None:
+        """Load a version; ask again for a while if the replica does not find its files: mounts and stores lag."""
+        if policy.adapter is None:
+            return
+        for pause in _PAUSES:
+            try:
+                replica.load(policy.served_name, policy.adapter)
+            except AdapterNotFound as error:
+                log.info(
+                    "event=adapter_not_found replica=%s retry_seconds=%.1f reason=%r", replica.url, pause, str(error)
+                )
+                self._sleep(pause)
+            else:
+                return
+        replica.load(policy.served_name, policy.adapter)
+
+    def _serving(self) -> list[Policy]:
+        """Return the versions with traffic whose replicas are recorded, one of each adapter."""
+        serving = [
+            policy
+            for policy in self._store.policies.all(self._alias)
+            if policy.state in SERVING and policy.adapter and policy.replicas
+        ]
+        return list({policy.served_name: policy for policy in serving}.values())
+
+    def _base(self) -> Policy:
+        return self._store.policies.get(self._alias, BASE_VERSION)
+
+    def _report_missing(self, missing: Mapping[str, str]) -> None:
+        alarm = f"{MISSING}:{self._alias}"
+        if missing:
+            reason = "; ".join(missing.values())
+            log.warning("event=replica_missing alias=%s reason=%r", self._alias, reason)
+            self._store.alarms.raise_(
+                alarm, f"new versions get no traffic on a replica until it answers and is proven: {reason}"
+            )
+        else:
+            self._store.alarms.clear(alarm)
+
+
+def _is_refusal(error: EngineError) -> bool:
+    """Return whether a replica refuses the adapter; one that does not find it, or fails to load it, is only late."""
+    return isinstance(error, AdapterRefused) and not isinstance(error, AdapterNotFound)
+
+
+# The publisher: from a candidate on disk to a version that serves on every replica, and old versions out again.
+#
+# Order: load everywhere under a new name, prove everywhere, evaluate, change the state in the store, wait for the
+# proxies, drain, unload. Promises: no version becomes live that a replica does not serve as the trainer made it. A
+# version whose proof is undecided is left `unproven`, and the next one is proven against what is in service, so the
+# distance grows. No version is unloaded while a trajectory is pinned to it. Does not train, and does not wait for an
+# evaluation: the caller publishes the candidate again when the evaluation is over, and the proof is repeated.
 
 UNPROVEN = "swap_unproven"  # alarm
 BROKEN = "version_broken"  # alarm

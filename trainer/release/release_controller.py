@@ -1,32 +1,24 @@
-"""The release controller: carries out the release policy of one alias.
-
-Reads which versions serve and what their trajectories came to, asks `policy.py` for the next decision, and has the
-store carry it out with its evidence. Promises: no decision is made on evidence that is not current; a rollback needs no
-person, and nothing waits for one but the end of a ramp and the move of the anchor; a restart goes on from the store.
-Training never waits for it, except after two rollbacks among ten releases. Never blocks.
-
-The publisher begins the ramps: it proves a candidate first. Under the policy `immediate`, and while a run of `tune
-weights` uses the alias, proven versions become live at once and nothing is decided here.
-"""
+"""The release controller: moves a version through its ramp, keeps what must be kept, and may ask a person."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from statistics import fmean
 
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.policies.serving import Decision, ServingVersions, shares_in_force
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import Policy
-from ratchet.store.states import PolicyAction, PolicyState, TuningKind, TuningState
+from ratchet.store.records import BASE_VERSION, PastScore, Policy
+from ratchet.store.states import SERVING, PolicyAction, PolicyState, TuningKind, TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.observability.metrics import TrainerMetrics
-from ratchet.trainer.release.approval import GetBlockingFindings, clear_approval_alarm, no_blocking_findings
 from ratchet.trainer.release.candidates import is_trained, version_name
-from ratchet.trainer.release.detectable_loss import mean_difference
-from ratchet.trainer.release.outcome_counter import OutcomeCounter
+from ratchet.trainer.release.evaluation import SecondOpinionRunner, mean_difference
+from ratchet.trainer.release.evidence import HarmEvidence
 from ratchet.trainer.release.policy import (
     ReleaseAction,
     ReleaseDecision,
@@ -36,11 +28,154 @@ from ratchet.trainer.release.policy import (
     is_cause_unresolved,
     shares_of,
 )
-from ratchet.trainer.release.promotion_checks import PromotionChecks
-from ratchet.trainer.release.release_evidence import decision_evidence, describe_release
+from ratchet.trainer.release.publisher import (
+    GetBlockingFindings,
+    blocking_reason,
+    clear_approval_alarm,
+    findings_evidence,
+    no_blocking_findings,
+    require_approval,
+)
+from ratchet.trainer.release.release_evidence import OutcomeCounter, decision_evidence, describe_release
 from ratchet.trainer.settings.release_settings import ReleaseSettings
+from ratchet.trainer.statistics import MeanDifference
+
+# What must hold before a ramp ends, besides the evidence: else a person decides.
+#
+# A judge that is fooled sees a gain, and no comparison of means finds it out. So a gain above `max_gain`, a second
+# judge that disagrees, or a finding of the sentinel that the judges disagree holds the version: its ramp goes on, the
+# anchor stays, and a rollback is still possible.
 
 log = logging.getLogger(__name__)
+
+_UNKNOWN = MeanDifference(0.0, float("-inf"), float("inf"), 0)
+
+
+class PromotionChecks:
+    """The checks before the end of a ramp of one alias. `second` is asked in a thread of its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        alias: str,
+        settings: ReleaseSettings,
+        judge_version: str,
+        second: Judge | None,
+        blocking_findings: GetBlockingFindings,
+    ) -> None:
+        self._store = store
+        self._alias = alias
+        self._max_gain = settings.max_gain
+        self._judge_version = judge_version
+        self._blocking_findings = blocking_findings
+        self._second = (
+            SecondOpinionRunner(second, settings.second_judge_pairs, store.trajectories.read) if second else None
+        )
+
+    def close(self) -> None:
+        """Close the second judge."""
+        if self._second is not None:
+            self._second.close()
+
+    def check(self, ramp: Policy, live: Policy, evidence: HarmEvidence, since: float) -> bool | None:
+        """Hold the version if a check fails; return True then, False while the second judge works, None to go on."""
+        findings = self._blocking_findings()
+        recorded = decision_evidence(evidence, self._judge_version) | findings_evidence(findings)
+        sums = evidence.ramp_differences.get(ramp.version)
+        gain = (mean_difference(sums) if sums is not None else None) or _UNKNOWN
+        reasons = [self._gain_reason(gain), blocking_reason(findings)]
+        if self._second is not None:
+            scores = self._store.groups.rewards
+            mine = scores(self._alias, self._judge_version, ramp.version)
+            others = scores(self._alias, self._judge_version, live.version, since)
+            opinion = self._second.opinion_on(ramp.version, mine, others)
+            if opinion is None:
+                return False
+            recorded |= opinion.evidence()
+            reasons.insert(1, opinion.blocking_reason(gain))
+        if reason := "; ".join(filter(None, reasons)):
+            require_approval(self._store, ramp, reason, recorded, by="release")
+            return True
+        return None
+
+    def _gain_reason(self, gain: MeanDifference) -> str | None:
+        if self._max_gain is None or gain.value <= self._max_gain:
+            return None
+        interval = f"{gain.low:+.3f} to {gain.high:+.3f}, at all times 95%"
+        return f"the gain exceeds max_gain {self._max_gain:g}: {gain.value:+.3f} ({interval})"
+
+
+# Retention: the versions whose checkpoint folder stays, and those whose optimizer state stays.
+#
+# Kept: versions that serve or may serve soon, versions that a trajectory is pinned to, the version that training
+# continues from, the newest ones and the best ones. The optimizer state, most of a folder's bytes, stays with the
+# newest and the best ones only. All other folders are deleted; their rows in the store stay.
+
+_KEPT = (*SERVING, PolicyState.CANDIDATE)
+_MIN_SCORES = 16  # of a version that is compared with others
+_ROLLOUT_TIMEOUT = 3600.0  # seconds that a version is kept for a planned rollout that has not ended
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Version numbers: those whose folder stays, and those of them whose optimizer state stays."""
+
+    folders: Set[int]
+    states: Set[int]
+
+
+def versions_in_use(store: Store, alias: str, now: float) -> set[int]:
+    """Return the versions that a proxy has trajectories pinned to, or that planned rollouts of the tuner need."""
+    proxies = store.proxy_instances.running(alias, now - PROXY_TIMEOUT_SECONDS)
+    pins = [name.rpartition("@") for proxy in proxies for name, count in proxy.pinned_trajectories.items() if count]
+    pinned = {int(version) for name, _, version in pins if name == alias}
+    return pinned | store.rollouts.awaited_versions(alias, now - _ROLLOUT_TIMEOUT)
+
+
+def retained(
+    policies: Sequence[Policy], *, pinned: Collection[int], best: Sequence[int], newest: int, states: int
+) -> Retention:
+    """Return what stays: `newest` versions with their folder, `states` of them with their state; `best`, best first."""
+    versions = sorted((policy.version for policy in policies if policy.version != BASE_VERSION), reverse=True)
+    serving = {policy.version for policy in policies if policy.state in _KEPT}
+    # Training continues from the newest version that is not rejected: it may be unproven, or the live one after a
+    # rollback.
+    trained = [policy.version for policy in policies if policy.state is not PolicyState.REJECTED and policy.round_id]
+    with_state = {*versions[:states], *best[:states], *serving, *trained[-1:]}
+    with_folder = {*versions[:newest], *serving, *pinned, *with_state}
+    return Retention(folders=_sharing(policies, with_folder), states=_sharing(policies, with_state))
+
+
+def _sharing(policies: Sequence[Policy], versions: Set[int]) -> Set[int]:
+    """Return these versions and those that share a folder with one, that is, differ by their prompt only."""
+    folders = {policy.adapter for policy in policies if policy.version in versions and policy.adapter}
+    return {*versions, *(policy.version for policy in policies if policy.adapter in folders)}
+
+
+def best_first(scores: Sequence[PastScore]) -> list[int]:
+    """Return the trained versions by the mean score of their trajectories, without those that have too few scores.
+
+    Not for a judge that only ranks: its means do not compare versions.
+    """
+    by_version: dict[int, list[float]] = {}
+    for scored in scores:
+        if scored.version != BASE_VERSION:
+            by_version.setdefault(scored.version, []).append(scored.score)
+    means: Mapping[int, float] = {
+        version: fmean(values) for version, values in by_version.items() if len(values) >= _MIN_SCORES
+    }
+    return sorted(means, key=lambda version: (means[version], version), reverse=True)
+
+
+# The release controller: carries out the release policy of one alias.
+#
+# Reads which versions serve and what their trajectories came to, asks `policy.py` for the next decision, and has the
+# store carry it out with its evidence. Promises: no decision is made on evidence that is not current; a rollback needs
+# no person, and nothing waits for one but the end of a ramp and the move of the anchor; a restart goes on from the
+# store. Training never waits for it, except after two rollbacks among ten releases. Never blocks.
+#
+# The publisher begins the ramps: it proves a candidate first. Under the policy `immediate`, and while a run of `tune
+# weights` uses the alias, proven versions become live at once and nothing is decided here.
 
 DECIDED_BY = "release"
 _CHECK_SECONDS = 1.0

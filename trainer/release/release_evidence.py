@@ -1,21 +1,29 @@
-"""What is recorded about a release, with each decision and for people (docs/release.md lists the keys). Pure."""
+"""What is recorded about a release, and the outcomes of trajectories that it is counted from."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 from ratchet.store.policies.serving import ServingVersions
-from ratchet.store.records import Policy
-from ratchet.trainer.release.detectable_loss import (
+from ratchet.store.records import Policy, ReleaseOutcome
+from ratchet.store.store import Store
+from ratchet.trainer.release.evaluation import (
     PERIODS,
     deserved_round_size,
     detectable_loss,
     is_traffic_too_small,
     mean_difference,
 )
-from ratchet.trainer.release.evidence import HarmEvidence
+from ratchet.trainer.release.evidence import HarmEvidence, Outcome
 from ratchet.trainer.release.policy import ReleaseRules
+
+# What is recorded about a release, with each decision and for people (docs/release.md lists the keys). Pure.
 
 
 def decision_evidence(evidence: HarmEvidence, judge_version: str) -> dict[str, Any]:
@@ -66,3 +74,175 @@ def describe_release(
         "deserved_round_size": deserved_round_size(per_day) if known else None,
         "round_size": round_size,
     }
+
+
+# Counts the stored outcomes of trajectories as evidence about the releases of one alias.
+#
+# The evidence is a function of what the store holds: the outcomes since the first release after the anchor, each
+# counted once, in the order of their start. After a restart, a rollback or a person's decision it is counted again, a
+# bounded number of outcomes at a time; `is_current` tells when it may be decided on.
+#
+# An outcome waits for all trajectories that began before it. So that one that hangs does not hold up the others for
+# hours, a trajectory may take ten times as long as nine in ten of those counted before it, at least 15 minutes and at
+# most `deadline_seconds`. What takes longer counts as the worst score, also if it ends well after all. The deadline
+# follows from earlier trajectories alone, so given the past a trajectory's coin is still the only thing that is random.
+#
+# A user or session draws its version once, so all its trajectories under the same shares are one bet: the mean of those
+# that began within `UNIT_SECONDS`; later ones say nothing new about the coin and are left out.
+
+UNIT_SECONDS = 3600.0
+_PAGE = 500
+_MAX_OUTCOMES = 2000  # in one call
+_SCALE_SECONDS = 6 * 3600.0  # before the first release: for the scale of the scores
+_RECENT = 512  # outcomes that the traffic and the usual duration are measured by
+_MIN_DEADLINE_SECONDS = 900.0
+_USUAL, _TIMES_USUAL = 0.9, 10.0  # quantile of the durations, and how many times that a trajectory may take
+_MIN_DURATIONS = 20
+
+UnitDraw = tuple[str, tuple[tuple[int, float], ...]]
+
+
+@dataclass(slots=True)
+class _OpenUnit:
+    """A user or session whose bet is not placed yet."""
+
+    began_at: float
+    members: list[Outcome] = field(default_factory=list)
+
+
+class UsualDuration:
+    """How long the last trajectories took, and how long one may take."""
+
+    def __init__(self, deadline_seconds: float) -> None:
+        self._deadline_seconds = deadline_seconds
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    @property
+    def deadline(self) -> float:
+        """Seconds after its start until which a trajectory may be under way."""
+        if len(self._sorted) < _MIN_DURATIONS:
+            return self._deadline_seconds
+        usual = self._sorted[int(_USUAL * (len(self._sorted) - 1))]
+        return min(self._deadline_seconds, max(_MIN_DEADLINE_SECONDS, _TIMES_USUAL * usual))
+
+    def add(self, seconds: float) -> None:
+        """Count a duration, a longer one than the deadline as the deadline."""
+        seconds = min(seconds, self.deadline)
+        self._recent.append(seconds)
+        insort(self._sorted, seconds)
+        if len(self._recent) > _RECENT:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+
+
+class OutcomeCounter:
+    """The evidence about the releases of one alias, read from the store."""
+
+    def __init__(
+        self, store: Store, alias: str, judge_version: str, *, relative: bool, deadline_seconds: float
+    ) -> None:
+        self._store = store
+        self._alias = alias
+        self._judge_version = judge_version
+        self._relative = relative
+        self._deadline_seconds = deadline_seconds
+        self._recent: deque[float] = deque(maxlen=_RECENT)  # when scored trajectories began
+        self.begin(0, {}, frozenset(), 0.0)
+
+    def begin(self, anchor: int, releases: Mapping[int, float], rejected: Set[int], now: float) -> None:
+        """Count from the start, for an anchor and the releases since then, by the time of their first service."""
+        self.evidence = HarmEvidence(anchor, relative=self._relative)
+        for release in sorted(releases):
+            self.evidence.begin(release)
+        self.is_current = False
+        self._rejected = rejected
+        self._since = max(0.0, min(releases.values(), default=now) - _SCALE_SECONDS)
+        self._after = ""
+        self._lowest = 0.0  # score so far
+        self._units: dict[UnitDraw, _OpenUnit | None] = {}  # None: its bet is placed
+        self._recent.clear()
+        self._usual = UsualDuration(self._deadline_seconds)
+
+    def begin_release(self, release: int) -> None:
+        """Count for one more release, which has not served yet."""
+        self.evidence.begin(release)
+
+    def read(self, until: float) -> int:
+        """Count the outcomes that were settled since, of trajectories that began before `until`; return how many."""
+        read, self.is_current = 0, False
+        while not self.is_current and read < _MAX_OUTCOMES:
+            deadline = self._usual.deadline
+            page = self._store.releases.outcomes(
+                self._alias, self._judge_version, self._since, after=self._after, until=until,
+                deadline_seconds=self._deadline_seconds, open_seconds=deadline, limit=_PAGE,
+            )  # fmt: skip
+            bets: list[Outcome] = []
+            counted = 0
+            for one in page:
+                if one.seconds is None and until - one.started_at < self._usual.deadline:
+                    break
+                bets += self._bets(one)
+                counted += 1
+                self._since, self._after = one.started_at, one.trajectory_id
+            self.evidence.count(bets)
+            read += counted
+            self.is_current = counted < _PAGE and self._usual.deadline >= deadline  # else more of them may be overdue
+        return read
+
+    def per_day(self, now: float) -> float:
+        """Return the number of scored trajectories a day, by the most recent ones."""
+        if len(self._recent) < 2:
+            return 0.0
+        return len(self._recent) / max(1.0, now - self._recent[0]) * 86400.0
+
+    def _bets(self, one: ReleaseOutcome) -> Sequence[Outcome]:
+        """Return the outcomes that are counted once this one is read: units that are complete, then itself."""
+        in_time = one.seconds is not None and one.seconds <= self._usual.deadline
+        self._usual.add(math.inf if one.seconds is None else one.seconds)
+        complete = [key for key, unit in self._units.items() if unit and one.started_at > unit.began_at + UNIT_SECONDS]
+        found = [self._close(key) for key in complete]
+        outcome = self._outcome(one, is_finished=one.finished and in_time)
+        if outcome is None:
+            return found
+        if one.score is not None:
+            self._recent.append(one.started_at)
+        if one.unit is None:
+            return [*found, outcome]
+        key = one.unit, tuple(sorted(outcome.shares.items()))
+        unit = self._units.setdefault(key, _OpenUnit(one.started_at))
+        if unit is not None:
+            unit.members.append(outcome)
+        return found
+
+    def _close(self, key: UnitDraw) -> Outcome:
+        unit, self._units[key] = self._units[key], None
+        assert unit is not None
+        members = unit.members
+        scores = [one.score for one in members if one.score is not None]
+        peers = [(one.peer_sum / one.peer_count, 1) for one in members if one.peer_count]
+        return Outcome(
+            members[0].version,
+            members[0].shares,
+            fmean(scores) if scores else None,
+            fmean(mean for mean, _ in peers) if peers else 0.0,
+            1 if peers else 0,
+            fmean(one.finished for one in members),
+            fmean(one.error_rate for one in members),
+        )
+
+    def _outcome(self, one: ReleaseOutcome, *, is_finished: bool) -> Outcome | None:
+        """Return what a stored outcome counts for; None if its version was rejected, which no release is bet on."""
+        shares = {version: share for version, share in one.shares.items() if version not in self._rejected}
+        if one.version not in shares:
+            return None
+        score = one.score if is_finished else self._lowest
+        self._lowest = min(self._lowest, score or 0.0)
+        return Outcome(
+            one.version,
+            shares,
+            score,
+            sum(one.group_scores),
+            len(one.group_scores),
+            float(is_finished and one.score is not None),
+            one.failed_calls / one.calls if one.calls else 0.0,
+        )

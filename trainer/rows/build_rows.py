@@ -16,8 +16,7 @@ from typing import Any
 
 from ratchet.store.records import TOOL_GRAMMAR, Call, Choice, unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
-from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles
-from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.rows.token_row import UNTRAINED_ROLE, Roles, TokenRow
 
 AnswerKey = tuple[str, int]  # call id, choice index
 _Truncation = tuple[int, float, float]  # top_k, top_p, min_p

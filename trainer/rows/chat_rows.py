@@ -1,21 +1,98 @@
-"""Chat rows: conversations that vLLM did not sample, as token rows of the trained model. Pure.
-
-The chat template renders the prompts that vLLM would receive and the answers that it would sample. A row contains
-prompt, answer, prompt, answer, ..., each tokenized separately as vLLM does; only the selected answers carry loss, up to
-their end token. If the template rewrites history (Qwen3 drops earlier reasoning), the next answer starts a new row, so
-that every answer is trained in the context in which the model would give it. Promises: no token of a system, user or
-tool message carries loss; a conversation that cannot be rendered exactly is refused with the reason.
-"""
+"""Chat rows for supervised rounds, tokenized in a process of its own, so that the controller never imports torch."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Protocol
 
-from ratchet.trainer.errors import RowError
+import msgspec
+
+from ratchet.trainer.errors import ModelNotFound, NotAModel, RowError, TuningError
 from ratchet.trainer.rows.token_row import TokenRow
+
+# ChatRowsProcess: chat rows from a process of its own, so that the controller never imports transformers and torch.
+#
+# The process lives as long as a warm start needs it, and its memory ends with it.
+
+_START_SECONDS = 300.0  # for the imports, and for the download of a tokenizer from the hub
+_ROW_SECONDS = 60.0
+_ERRORS = {kind.__name__: kind for kind in (ModelNotFound, NotAModel, RowError)}
+
+
+class ChatRowsProcess:
+    """Renders conversations with a model's chat template. A context manager; it starts and ends the process.
+
+    Raises RowError if the model has no chat template, ModelNotFound, NotAModel; TuningError if the process ends.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def __enter__(self) -> ChatRowsProcess:
+        command = [sys.executable, "-m", "ratchet.trainer.rows.chat_rows_program", self._model]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            self._response(_START_SECONDS)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def rows(self, conversation: Conversation) -> list[TokenRow]:
+        """Return the rows of a conversation, all with advantage 1. Raises RowError if there are none."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(conversation) + b"\n")
+            self._process.stdin.flush()
+        except OSError:  # it has ended: the missing response says so
+            pass
+        return msgspec.convert(self._response(_ROW_SECONDS)["rows"], list[TokenRow])
+
+    def _response(self, seconds: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        alarm = threading.Timer(seconds, self._process.kill)
+        alarm.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            alarm.cancel()
+        if not line.endswith(b"\n"):
+            raise TuningError(
+                f"the process that renders conversations for {self._model} ended, or did not respond within "
+                f"{seconds:g} s; the trainer's log says why: start the tuning run again"
+            )
+        response: dict[str, Any] = msgspec.json.decode(line)
+        if "error" in response:
+            raise _ERRORS[response["kind"]](response["error"])
+        return response
+
+    def _end(self) -> None:
+        process = self._process
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+# Chat rows: conversations that vLLM did not sample, as token rows of the trained model. Pure.
+#
+# The chat template renders the prompts that vLLM would receive and the answers that it would sample. A row contains
+# prompt, answer, prompt, answer, ..., each tokenized separately as vLLM does; only the selected answers carry loss, up
+# to their end token. If the template rewrites history (Qwen3 drops earlier reasoning), the next answer starts a new
+# row, so that every answer is trained in the context in which the model would give it. Promises: no token of a system,
+# user or tool message carries loss; a conversation that cannot be rendered exactly is refused with the reason.
 
 _MESSAGE_FIELDS = ("role", "name", "tool_call_id", "reasoning_content")
 

@@ -1,6 +1,6 @@
 """Advantage estimators by name: the built-in ones, and those that other packages register as entry points.
 
-The built-in formulas are in `ratchet.trainer.controller.advantages.advantage`. Another package registers
+The built-in formulas are in `ratchet.trainer.controller.advantages`. Another package registers
 AdvantageFunctions under a name of its own in the group `ratchet.advantage_estimators` (docs/plugins.md).
 """
 

@@ -22,7 +22,7 @@ from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.controller.judges.truncation import shortened
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.progress import Progress
-from ratchet.trainer.tasks.task_set import TEST, TRAIN, Task, TaskSet
+from ratchet.trainer.tasks import TEST, TRAIN, Task, TaskSet
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import load_optimizer
 from ratchet.tuner.prompts.prompt_tuning import Found, PromptPlan, PromptTuning, details

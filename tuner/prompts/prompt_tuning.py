@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.truncation import shortened
 from ratchet.trainer.errors import BudgetExceeded, BudgetTooSmall, TooManyFailures, Unjudged
-from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, compare
+from ratchet.trainer.statistics import Compared, ComparisonVerdict, compare
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import PromptOptimizer, Reflection, Search
 from ratchet.tuner.prompts.seed_prompt import PROBES, Mode, SeedPrompt, captured

@@ -20,8 +20,8 @@ from ratchet.store.store import Store
 from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.controller.judges.truncation import shortened
 from ratchet.trainer.errors import PromptRefused, Unjudged
-from ratchet.trainer.statistics.paired_comparison import Mark, Missing
-from ratchet.trainer.tasks.task_set import Task
+from ratchet.trainer.statistics import Mark, Missing
+from ratchet.trainer.tasks import Task
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
 from ratchet.tuner.rollouts.runner import RolloutJob

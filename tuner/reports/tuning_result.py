@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ratchet.trainer.statistics.paired_comparison import Compared
+from ratchet.trainer.statistics import Compared
 from ratchet.tuner.rollouts.prices import RolloutCost
 
 Method = Literal["select-model", "prompt", "weights", "eval", "lessons"]

@@ -20,7 +20,7 @@ from ratchet.store.states import CallState, RolloutState
 from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.rows.build_rows import build_rows
-from ratchet.trainer.rows.roles import Roles
+from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.tuner.rollouts.scoring import NO_CALL
 from ratchet.tuner.settings.tuner_settings import TunerSettings

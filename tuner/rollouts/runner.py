@@ -29,7 +29,7 @@ from ratchet.store.store import Store
 from ratchet.store.tuning_records import Rollout, TaskRow
 from ratchet.trainer.errors import WorkflowFailed
 from ratchet.trainer.observability.progress import Phase, Progress
-from ratchet.trainer.tasks.task_set import Task
+from ratchet.trainer.tasks import Task
 from ratchet.trainer.user_code.exit_guard import guarded_task
 from ratchet.tuner.rollouts.failure_limit import Failures, FirstRollouts
 from ratchet.tuner.rollouts.workflow import Workflow

@@ -18,7 +18,7 @@ import msgspec
 
 from ratchet.store.states import RolloutState
 from ratchet.store.tuning_records import Rollout
-from ratchet.trainer.statistics.paired_comparison import (
+from ratchet.trainer.statistics import (
     CandidateScore,
     Mark,
     Missing,

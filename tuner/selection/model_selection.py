@@ -22,8 +22,8 @@ from ratchet.store.store import Store
 from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.adapters.vllm_api import list_models
 from ratchet.trainer.errors import TrainerError, TuningError
-from ratchet.trainer.statistics.paired_comparison import ScoreRange
-from ratchet.trainer.tasks.task_set import Task
+from ratchet.trainer.statistics import ScoreRange
+from ratchet.trainer.tasks import Task
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import Prices
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs

@@ -25,8 +25,8 @@ from ratchet.trainer.errors import TuningError
 from ratchet.trainer.release.candidates import version_name
 from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation, Sides, compare_with_judge
 from ratchet.trainer.settings.release_settings import ReleaseSettings
-from ratchet.trainer.statistics.paired_comparison import Compared
-from ratchet.trainer.tasks.task_set import Task, TaskSet
+from ratchet.trainer.statistics import Compared
+from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.rollouts.prices import Prices
 from ratchet.tuner.rollouts.runner import RolloutRunner, final_rollouts
 from ratchet.tuner.rollouts.scoring import RolloutScorer

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ratchet.trainer.errors import PluginError, TaskSetError, TaskSetNotFound
-from ratchet.trainer.tasks.file_reader import ending
-from ratchet.trainer.tasks.task_set import TaskSet
+from ratchet.trainer.tasks import TaskSet, ending
 from ratchet.trainer.user_code.plugins import OWN_PLUGINS, TASK_SOURCES, load_plugin, plugin_names
 
 _ABOUT = "set.json"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from ratchet.trainer.errors import TaskSetError, TaskSetTooSmall
-from ratchet.trainer.tasks.task_set import TRAIN, Task, TaskSet
+from ratchet.trainer.tasks import TRAIN, Task, TaskSet
 
 VALIDATION = ("validation", "valid", "val", "dev")  # names of a validation split
 

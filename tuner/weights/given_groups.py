@@ -20,8 +20,8 @@ from ratchet.store.states import TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.limits import components_problem, cut
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.statistics.score_spread import has_signal
-from ratchet.trainer.tasks.task_set import content_id
+from ratchet.trainer.statistics import has_signal
+from ratchet.trainer.tasks import content_id
 from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup, check_groups
 from ratchet.tuner.weights.imported_calls import check_calls, records_of
 

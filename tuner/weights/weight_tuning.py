@@ -30,13 +30,12 @@ from ratchet.store.states import PolicyState, TuningState
 from ratchet.store.store import Store
 from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.controller.rounds.backlog import is_drained
-from ratchet.trainer.controller.warm_start.sft_data import COLLECTED
-from ratchet.trainer.controller.warm_start.sft_round import warm_start_metrics
+from ratchet.trainer.controller.warm_start import COLLECTED, warm_start_metrics
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, compare, rank
-from ratchet.trainer.tasks.task_set import TEST, Task
+from ratchet.trainer.statistics import Compared, ComparisonVerdict, compare, rank
+from ratchet.trainer.tasks import TEST, Task
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.selection.choice import commonest, marks_of

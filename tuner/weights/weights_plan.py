@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
-from ratchet.trainer.statistics.paired_comparison import Compared
-from ratchet.trainer.tasks.task_set import TEST
+from ratchet.trainer.statistics import Compared
+from ratchet.trainer.tasks import TEST
 
 BASELINE, WARM_START, ROUNDS = "baseline", "warm_start", "rounds"  # stages in order
 VALIDATION = "validation"  # the split that decides when to stop and which version is best

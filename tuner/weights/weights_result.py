@@ -13,8 +13,8 @@ from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict
-from ratchet.trainer.tasks.task_set import TEST
+from ratchet.trainer.statistics import Compared, ComparisonVerdict
+from ratchet.trainer.tasks import TEST
 from ratchet.tuner.reports.tuning_result import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 from ratchet.tuner.rollouts.runner import final_rollouts

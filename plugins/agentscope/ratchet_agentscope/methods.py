@@ -16,7 +16,7 @@ from ratchet.api.tune import tune as train_weights
 from ratchet.api.tune_prompt import tune_prompt as search_prompt
 from ratchet.settings.load_settings import load
 from ratchet.trainer.errors import NotCallable, SettingError, WorkflowError
-from ratchet.trainer.tasks.task_set import TEST
+from ratchet.trainer.tasks import TEST
 from ratchet.trainer.user_code.entry_points import name_of
 from ratchet.tuner.rollouts.workflow import PARAMETERS
 from ratchet.tuner.selection.choice import Selection

@@ -13,7 +13,7 @@ from ratchet import options
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.store.store import Store
-    from ratchet.trainer.statistics.paired_comparison import Ranking
+    from ratchet.trainer.statistics import Ranking
     from ratchet.tuner.reports.tuning_result import TuningResult
     from ratchet_bfcl.evaluation import BfclRequest
 

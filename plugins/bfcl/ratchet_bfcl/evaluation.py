@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ratchet.trainer.errors import TrainerError
-from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, Marks, Missing, Ranking, rank
+from ratchet.trainer.statistics import Compared, ComparisonVerdict, Marks, Missing, Ranking, rank
 from ratchet.tuner.reports.tuning_result import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from ratchet.store.store import Store
-from ratchet.store.records.tuning import Tuning
+from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.errors import WorkflowError
-from ratchet.trainer.tasks.task_set import Task, TaskSet
+from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from tests.harness.clients.program import client_python

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ratchet.trainer.release.evidence import HarmEvidence, Outcome
 from ratchet.trainer.release.policy import ReleaseAction, ReleaseDecision, ReleaseRules, ReleaseState, decide, shares_of
-from ratchet.trainer.statistics.confidence_sequence import boundary
+from ratchet.trainer.statistics import boundary
 from tests.harness.releases.world import GROUP, TURN, World
 
 Rollback = tuple[int, int]  # the first version that is rejected, and the one that serves in its place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ratchet.trainer.errors import OutOfMemory, TrainingDiverged
-from ratchet.trainer.learner_api.protocol import LearnerProtocol, RoundReport
+from ratchet.trainer.learner_api import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from ratchet.trainer.controller_service.learner_work import LearnerFactory
 from ratchet.trainer.learner import distributed, launch
-from ratchet.trainer.learner.host import LearnerHost
-from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_api.protocol import LearnerProtocol, RoundReport
+from ratchet.trainer.learner.host import Learner, LearnerHost
+from ratchet.trainer.learner_api import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings

@@ -24,7 +24,7 @@ from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import WorkerProcessLost
 from ratchet.trainer.learner import distributed
 from ratchet.trainer.learner.host import LearnerHost
-from ratchet.trainer.learner_api.protocol import RoundReport
+from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 from ratchet.trainer.settings.learner_settings import LearnerSettings

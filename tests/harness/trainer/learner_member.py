@@ -9,7 +9,7 @@ import os
 import sys
 
 from ratchet.trainer.errors import LearnerRefused
-from ratchet.trainer.learner_service.group_check import LearnerProcessIdentity, compare_processes
+from ratchet.trainer.learner_service.process import LearnerProcessIdentity, compare_processes
 
 
 def main(version: str, weights: str) -> int:

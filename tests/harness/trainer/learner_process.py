@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 from ratchet.trainer.errors import LearnerUnreachable
-from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE
-from ratchet.trainer.learner_client.connection import LearnerConnection
+from ratchet.trainer.learner_api import TOKEN_VARIABLE
+from ratchet.trainer.learner_client import LearnerConnection
 from tests.harness.ports import free_port
 from tests.harness.proxy.servers import ROOT
 from tests.harness.trainer.two_machines import Machine

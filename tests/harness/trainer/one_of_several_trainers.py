@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 
-from ratchet.trainer.controller_service.process import run
+from ratchet.trainer.controller_service.controller_process import run
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.trainer.in_process_learner import run_with_learner
 

@@ -20,11 +20,10 @@ from typing import Any
 from ratchet import __version__
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import CheckpointDamaged, NoLearningSignal
-from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE, LearnerStatus
-from ratchet.trainer.learner_api.protocol import AgentHost, ModelLimits, RoundReport
-from ratchet.trainer.learner_client.connection import LearnerConnection
-from ratchet.trainer.learner_service.checkpoint_references import LocalReferences
-from ratchet.trainer.learner_service.server import LearnerServer, ServiceAddress, new_status, serve
+from ratchet.trainer.learner_api import TOKEN_VARIABLE, AgentHost, LearnerStatus, ModelLimits, RoundReport
+from ratchet.trainer.learner_client import LearnerConnection
+from ratchet.trainer.learner_service.operations import LocalReferences
+from ratchet.trainer.learner_service.process import LearnerServer, ServiceAddress, new_status, serve
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.proxy.servers import eventually, served

@@ -33,17 +33,17 @@ from starlette.types import Message, Receive, Scope, Send
 from ratchet.store.store import open_store
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.adapter_store import AdapterStore
-from ratchet.trainer.controller_service.process import run
+from ratchet.trainer.controller_service.controller_process import run
 from ratchet.trainer.errors import CheckpointError
-from ratchet.trainer.learner_api.protocol import AgentHost, ModelLimits, RoundReport
-from ratchet.trainer.learner_client.learner_access import LearnerAccess
-from ratchet.trainer.learner_service.checkpoint_references import (
+from ratchet.trainer.learner_api import AgentHost, ModelLimits, RoundReport
+from ratchet.trainer.learner_client import LearnerAccess
+from ratchet.trainer.learner_service.operations import (
     CheckpointReferences,
     LocalReferences,
+    OnRows,
     StoredReferences,
 )
-from ratchet.trainer.learner_service.operations import OnRows
-from ratchet.trainer.learner_service.server import LearnerServer, ServiceAddress, new_status, serve
+from ratchet.trainer.learner_service.process import LearnerServer, ServiceAddress, new_status, serve
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings

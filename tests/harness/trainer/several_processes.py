@@ -24,9 +24,8 @@ import psutil
 
 from ratchet.trainer.errors import CheckpointUnwritable, RowError, TrainerError
 from ratchet.trainer.learner import distributed
-from ratchet.trainer.learner.host import LearnerHost
-from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_api.protocol import RoundReport
+from ratchet.trainer.learner.host import Learner, LearnerHost
+from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 from ratchet.trainer.settings.learner_settings import LearnerSettings

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ratchet.store.store import Store
 from ratchet.store.tuning_records import Rollout
-from ratchet.trainer.tasks.task_set import Task, content_id
+from ratchet.trainer.tasks import Task, content_id
 from ratchet.tuner.rollouts.runner import RolloutJob, plan_rollout
 from tests.harness.tuner import prompt_world
 

@@ -1,34 +1,134 @@
-"""TrajectoryCollector: seals trajectories; which of them become groups, get resamples first, or are dropped.
-
-Consumes open and sealed trajectories; produces ready groups, drops with their reasons, and resampling calls.
-`grouping.py` decides which trajectories belong together, `cohorts.py` which ungrouped ones do, and `resampling` which
-prompts can be sampled again. A plan that a new call overtakes is made again in the next step.
-"""
+"""The collector: seals and groups trajectories, waits for feedback, and resolves the roles of their calls."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import takewhile
 
 from ratchet.store.access.replicas import ReplicaList
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.coordination import ALL_KINDS, PROXY_TIMEOUT_SECONDS, ActivityKind
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import RESAMPLE, Trajectory
+from ratchet.store.records import RESAMPLE, Call, Trajectory
+from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_load import load_of
-from ratchet.trainer.controller.advantages.baseline import ScoreHistory
-from ratchet.trainer.controller.collect.cohorts import cohort_key, plan_cohorts
-from ratchet.trainer.controller.collect.feedback_wait import feedback_wait_of
-from ratchet.trainer.controller.collect.grouping import GroupingPlan, PlannedGroup, plan_groups
+from ratchet.trainer.adapters.vllm_api import load_of
+from ratchet.trainer.controller.advantages import ScoreHistory
+from ratchet.trainer.controller.collect.grouping import (
+    GroupingPlan,
+    PlannedGroup,
+    cohort_key,
+    plan_cohorts,
+    plan_groups,
+)
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
 from ratchet.trainer.controller.collect.resampling.resampler import Resampler
-from ratchet.trainer.controller.collect.role_resolution import RoleResolver
+from ratchet.trainer.rows.token_row import Roles
+from ratchet.trainer.settings.judge_specs import DROP, ByFamilySpec, CompositeSpec, FeedbackSpec, JudgeSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.tasks.held_out import is_held_out
+from ratchet.trainer.tasks import is_held_out
+
+# FeedbackWait: whether a judge needs human feedback, how long a trajectory waits for it, and what happens then.
+# Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackWait:
+    """Wait `within_seconds` after the last call; then drop a trajectory without feedback, or judge it without."""
+
+    within_seconds: float
+    drops: bool
+
+
+def feedback_wait_of(spec: JudgeSpec) -> FeedbackWait | None:
+    """Return the wait that a judge needs, of several parts the longest; None if it needs no feedback."""
+    specs = _feedback_specs(spec)
+    if not specs:
+        return None
+    return FeedbackWait(max(one.within_seconds for one in specs), any(one.missing == DROP for one in specs))
+
+
+def _feedback_specs(spec: JudgeSpec) -> list[FeedbackSpec]:
+    if isinstance(spec, FeedbackSpec):
+        return [spec]
+    if isinstance(spec, CompositeSpec):
+        return [found for part in spec.parts for found in _feedback_specs(part.judge)]
+    if isinstance(spec, ByFamilySpec):
+        return [found for judge in spec.all for found in _feedback_specs(judge)]
+    return []
+
+
+# RoleResolver: the role of each recorded call, and which trajectories have no call of a trained role.
+#
+# Consumes trajectories that wait for a group. Promises: each trajectory is read once, unless it continues; many in a
+# row without a trained role raise an alarm. `rows/roles.py` defines what a role is.
+
+_MAX_CACHED = 10_000  # trajectories
+_ALARM_AFTER = 32  # trajectories in a row without a trained role
+
+
+class RoleResolver:
+    """The roles in one alias's traffic."""
+
+    def __init__(self, store: Store, alias: str, roles: Roles) -> None:
+        self._store = store
+        self._alarm = f"no_role:{alias}"
+        self.roles = roles
+        self._has_role: dict[tuple[str, float], bool] = {}  # by trajectory and its last activity
+        self._without_role = self._dropped_in_a_row(alias) if roles.train else 0  # trajectories in a row
+
+    def with_roles(self, calls: Sequence[Call]) -> tuple[Call, ...]:
+        """Return the calls, each with its role."""
+        return self.roles.named(calls, self._store.trajectories.system_prompt)
+
+    def without_trained_role(self, trajectories: Sequence[Trajectory]) -> set[str]:
+        """Return the ids of the trajectories that have no call of a trained role."""
+        if not self.roles.train:
+            return set()
+        return {one.id for one in trajectories if not self._has_trained_role(one)}
+
+    def _dropped_in_a_row(self, alias: str) -> int:
+        """Return how many of the newest trajectories in a row an earlier trainer dropped for their roles."""
+        newest = self._store.trajectories.page(_ALARM_AFTER, chosen=TrajectoryFilter(alias=alias))
+        undecided = (TrajectoryState.OPEN, TrajectoryState.SEALED)
+        reasons = [one.drop_reason for one in newest if one.purpose == "live" and one.state not in undecided]
+        return len(list(takewhile(DropReason.OTHER_ROLE.__eq__, reasons)))
+
+    def _has_trained_role(self, trajectory: Trajectory) -> bool:
+        key = (trajectory.id, trajectory.last_active_at)
+        if key not in self._has_role:
+            while len(self._has_role) >= _MAX_CACHED:
+                del self._has_role[next(iter(self._has_role))]
+            calls = self.with_roles(self._store.trajectories.read(trajectory.id).calls)
+            self._has_role[key] = any(self.roles.trains(call.role) for call in calls)
+            self._update_alarm(self._has_role[key], calls)
+        return self._has_role[key]
+
+    def _update_alarm(self, has_role: bool, calls: Sequence[Call]) -> None:
+        self._without_role = 0 if has_role else self._without_role + 1
+        if has_role:
+            self._store.alarms.clear(self._alarm)
+        elif self._without_role >= _ALARM_AFTER:
+            roles = ", ".join(sorted({call.role or "none" for call in calls}))
+            self._store.alarms.raise_(
+                self._alarm,
+                f"the last {self._without_role} trajectories hold no call of the roles that train "
+                f"({', '.join(self.roles.train)}); the last one's roles: {roles}; have agents send x-ratchet-role, or "
+                "set trainer.role_patterns",
+            )
+
+
+# TrajectoryCollector: seals trajectories; which of them become groups, get resamples first, or are dropped.
+#
+# Consumes open and sealed trajectories; produces ready groups, drops with their reasons, and resampling calls.
+# `grouping.py` decides which trajectories belong together, `cohorts.py` which ungrouped ones do, and `resampling` which
+# prompts can be sampled again. A plan that a new call overtakes is made again in the next step.
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,12 @@
-"""Rejudger: judges trajectories again after late feedback.
-
-Promises: verdicts are only added; no state changes, so nothing is trained twice; for a trajectory that was trained
-already, the log and the new verdict name the versions it trained. A group is judged again as a whole, since scores may
-be relative; only changed scores are recorded. Retries of a failing judge are bounded; one that is away is waited for.
-"""
+"""Judging again: a second judge that checks the first, and scores with a changed judge."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import msgspec
@@ -17,10 +14,139 @@ import msgspec
 from ratchet.store.errors import RecordDamaged
 from ratchet.store.records import Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
-from ratchet.trainer.controller.judges import GroupJudgement
+from ratchet.store.training.observations import Observation
+from ratchet.trainer.controller.advantages import AdvantageEstimator
+from ratchet.trainer.controller.judges import GroupJudgement, Judge
+from ratchet.trainer.observability.finding import Finding
+from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.statistics import kendall_tau_b, score_differences
+
+# The second judge: judges a sample of the groups beside the first judge, never in its place.
+#
+# Promises: its verdicts are never scores. They are compared with the first judge's, and only the figures are kept; its
+# requests to a language model are kept for `ratchet judge show`. It blocks nobody: it works in its own threads, and
+# skips groups while its queue is full. The sample depends only on the groups' ids. Its figures survive a restart.
 
 log = logging.getLogger(__name__)
+
+KIND = "second_judge"  # of its observations, and the name of the check
+_METRIC = "ratchet_second_judge_tau"
+_MIN_GROUPS = 20
+_MAX_COMPARED = 200  # groups
+_MAX_QUEUED = 8  # groups that wait beside those that the judge has
+
+
+@dataclass(frozen=True, slots=True)
+class PairedJudgements:
+    """The verdicts of both judges on one group, scores by trajectory; `second` is None if the second judge failed."""
+
+    group_id: str
+    first: Mapping[str, float]
+    second: Mapping[str, float] | None
+
+
+class SecondJudge:
+    """Judges a sample of an alias's groups. `first_version` is the version of the judge it is compared with."""
+
+    def __init__(self, judge: Judge, sample_rate: float, store: Store, alias: str, first_version: str) -> None:
+        self._judge = judge
+        self._sample_rate = sample_rate
+        self._store = store
+        self._alias = alias
+        self._versions = {"judge": judge.version, "first_judge": first_version}
+        self._threads = ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second-judge")
+        self._pending: dict[str, Future[GroupJudgement]] = {}
+        self._first: dict[str, Mapping[str, float]] = {}
+        self._compared: deque[PairedJudgements] = deque(self._load(), maxlen=_MAX_COMPARED)
+        self.name = judge.name
+
+    def offer(self, group_id: str, members: Sequence[Transcript]) -> None:
+        """Queue a group if it is in the sample and the queue is not full."""
+        full = len(self._pending) >= self._judge.concurrency + _MAX_QUEUED
+        if len(members) > 1 and not full and group_id not in self._pending and in_sample(group_id, self._sample_rate):
+            self._pending[group_id] = self._threads.submit(self._judge.judge, group_id, members)
+
+    def compare(self, group_id: str, verdicts: Sequence[Verdict]) -> None:
+        """Add the first judge's verdicts; if they hold a failure, there is nothing to compare with."""
+        if group_id not in self._pending:
+            return
+        scores = _scores(verdicts)
+        if scores is None:
+            self._pending.pop(group_id).cancel()
+        else:
+            self._first[group_id] = scores
+
+    def paired_judgements(self) -> tuple[PairedJudgements, ...]:
+        """Return the verdicts of both judges on the newest groups, oldest first; records those that are new."""
+        for group_id in [name for name in self._first if self._pending[name].done()]:
+            judgement = self._pending.pop(group_id).result()
+            self._store.groups.record_judge_requests(judgement.judge_requests)
+            paired = PairedJudgements(group_id, self._first.pop(group_id), _scores(judgement.verdicts))
+            self._store.observations.add(self._alias, KIND, group_id, {**self._versions, **_figures(paired)})
+            self._compared.append(paired)
+        return tuple(self._compared)
+
+    def close(self) -> None:
+        """Stop judging."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._judge.close()
+
+    def _load(self) -> list[PairedJudgements]:
+        """Return the earlier comparisons of the same two judge versions."""
+        known = self._store.observations.newest(self._alias, KIND, 2 * _MAX_COMPARED)
+        return [_paired(one) for one in known if self._versions.items() <= one.content.items()]
+
+
+def in_sample(group_id: str, sample_rate: float) -> bool:
+    """Whether a group is in the sample. The sample of a higher rate contains that of a lower one."""
+    return int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:8]) < sample_rate * 2**64
+
+
+def agreement(paired: Sequence[PairedJudgements], judge: str, settings: SentinelSettings) -> list[Finding]:
+    """Return Kendall's tau-b between the two judges over the newest groups; nothing before it is defined."""
+    both = [(one.first, one.second) for one in paired if one.second is not None]
+    if len(paired) >= _MIN_GROUPS and 2 * len(both) < len(paired):
+        failed = f"second judge {judge} failed on {len(paired) - len(both)} of the last {len(paired)} groups"
+        return [Finding(KIND, "", "", 0.0, failed)]
+    tau = kendall_tau_b([pair for first, second in both for pair in score_differences(first, second)])
+    if tau is None:
+        return []
+    reason = None
+    if len(both) >= _MIN_GROUPS and tau < settings.min_agreement:
+        reason = (
+            f"second judge {judge} ranks the members of the last {len(both)} groups differently (Kendall's tau "
+            f"{tau:+.2f}, below min_agreement {settings.min_agreement:g}; newest group {paired[-1].group_id}): one of "
+            "the two judges is wrong; compare them with `ratchet judge calibrate`"
+        )
+    return [Finding(KIND, _METRIC, "", tau, reason, blocks_release=reason is not None)]
+
+
+def _figures(paired: PairedJudgements) -> dict[str, list[float] | None]:
+    """Return both judges' scores by position, without the trajectories' ids."""
+    second = None if paired.second is None else [paired.second[name] for name in paired.first]
+    return {"first": list(paired.first.values()), "second": second}
+
+
+def _paired(noted: Observation) -> PairedJudgements:
+    first, second = (
+        None if scores is None else {str(place): score for place, score in enumerate(scores)}
+        for scores in (noted.content["first"], noted.content["second"])
+    )
+    return PairedJudgements(noted.subject, first or {}, second)
+
+
+def _scores(verdicts: Sequence[Verdict]) -> dict[str, float] | None:
+    """Return the scores by trajectory; None if one failed."""
+    scores = {verdict.trajectory_id: verdict.score for verdict in verdicts if verdict.score is not None}
+    return scores if len(scores) == len(verdicts) else None
+
+
+# Rejudger: judges trajectories again after late feedback.
+#
+# Promises: verdicts are only added; no state changes, so nothing is trained twice; for a trajectory that was trained
+# already, the log and the new verdict name the versions it trained. A group is judged again as a whole, since scores
+# may be relative; only changed scores are recorded. Retries of a failing judge are bounded; one that is away is waited
+# for.
 
 _KEPT = ("baseline_mean", "baseline_std")  # fields of the earlier verdict that the new one keeps
 _MAX_PENDING = 64  # groups

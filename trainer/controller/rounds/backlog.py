@@ -1,14 +1,4 @@
-"""The backlog of judged groups: which groups the next round takes, and which are dropped first.
-
-Promises: the newest groups come first, for the judge and for a round, so that under overload only the surplus grows
-stale; stale groups are dropped before they are judged; a group that lost members is compared only if `min_group_size`
-remain. Does not train.
-
-A round that is smaller than `groups_per_round` takes a smaller step. AdamW moves the weights by about its learning rate
-whatever the size of the gradient, so a round of one trajectory would move them as far as one of 128. With sqrt(n /
-wanted) of the rate, AdamW adds the same noise per sample in small rounds as in large ones (Malladi et al. 2022, "On the
-SDEs and Scaling Rules for Adaptive Gradient Algorithms", arXiv:2205.10287).
-"""
+"""The backlog of judged groups: how old a sample may be, which groups a round takes, and which are dropped."""
 
 from __future__ import annotations
 
@@ -19,11 +9,56 @@ from itertools import accumulate
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import Group
+from ratchet.store.records import BASE_VERSION, Group, Policy
 from ratchet.store.states import SERVING, GroupState, PolicyState, RoundState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.staleness import oldest_fresh, versions_ahead
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+# How old a sample may be, counted in trained versions. Pure.
+#
+# A prompt version changes no weights, and a rejected version is not part of later ones: neither makes a sample older.
+# An unproven version does: it serves nobody, but training continues from it, so each one leads further away from the
+# version that sampled. What was trained decides here, not what a proof could tell from rounding: without them, the
+# learner would hold what an old version sampled to the limit for fresh rows, and reject it.
+
+
+def oldest_fresh(policies: Sequence[Policy], max_staleness: int) -> int:
+    """Return the oldest version whose samples are trained: `max_staleness` trained versions before the newest one."""
+    steps, left = _steps(policies), max_staleness
+    version = max(steps, default=BASE_VERSION)
+    while version > BASE_VERSION and (left > 0 or version not in steps):
+        left -= version in steps
+        version -= 1
+    return version
+
+
+def versions_ahead(policies: Sequence[Policy]) -> int:
+    """Return the number of trained versions after the live one."""
+    live = max((policy.version for policy in policies if policy.state is PolicyState.LIVE), default=BASE_VERSION)
+    return sum(step > live for step in _steps(policies))
+
+
+def age(policies: Sequence[Policy], sampled: int, version: int) -> int:
+    """Return the number of trained versions between the version that sampled something and `version`."""
+    return sum(sampled < step <= version for step in _steps(policies))
+
+
+def _steps(policies: Sequence[Policy]) -> set[int]:
+    """Return the versions that changed the weights and are part of later ones."""
+    trained = (policy for policy in policies if policy.round_id is not None)
+    return {policy.version for policy in trained if policy.state is not PolicyState.REJECTED}
+
+
+# The backlog of judged groups: which groups the next round takes, and which are dropped first.
+#
+# Promises: the newest groups come first, for the judge and for a round, so that under overload only the surplus grows
+# stale; stale groups are dropped before they are judged; a group that lost members is compared only if `min_group_size`
+# remain. Does not train.
+#
+# A round that is smaller than `groups_per_round` takes a smaller step. AdamW moves the weights by about its learning
+# rate whatever the size of the gradient, so a round of one trajectory would move them as far as one of 128. With sqrt(n
+# / wanted) of the rate, AdamW adds the same noise per sample in small rounds as in large ones (Malladi et al. 2022, "On
+# the SDEs and Scaling Rules for Adaptive Gradient Algorithms", arXiv:2205.10287).
 
 _MIN_PAGE = 200  # groups read in one step
 _STALE_ALARM = 4  # rounds' worth of groups

@@ -1,19 +1,27 @@
-"""Checks of the last rounds: trainer and engine agree, most tokens were trained, and few rows rejected. Pure."""
+"""Checks of the sentinel on rounds and versions: the round's metrics, rates by version, and drift."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ratchet.store.reasons import describe_untrained
 from ratchet.store.records import Round
 from ratchet.store.reports.learning_report import rejected_rows
 from ratchet.store.states import RoundState
+from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior
+from ratchet.trainer.controller.sentinel.resources import resource_coverage
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.rows.roles import UNTRAINED_ROLE
+from ratchet.trainer.rows.token_row import UNTRAINED_ROLE
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.statistics import MeanChange, mean_change
 
-CHECKS = frozenset({"logprob_mismatch", "untrained_tokens", "rows_rejected"})
+# Checks of the last rounds: trainer and engine agree, most tokens were trained, and few rows rejected. Pure.
+
+ROUND_CHECKS = frozenset({"logprob_mismatch", "untrained_tokens", "rows_rejected"})
 MAX_ROUNDS = 5  # committed ones
 
 
@@ -60,3 +68,245 @@ def _check_rejected(newest: Round) -> Finding:
     found = rejected_rows(newest.metrics)
     share, reason = (found.share, found.alarm_reason()) if found is not None else (0.0, None)
     return Finding("rows_rejected", "ratchet_rejected_row_ratio", "", share, reason)
+
+
+# Rates by version: invalid tool calls, and questions in place of actions. Pure, on behaviors.
+#
+# Both are what a policy learns to do if its judge can be fooled: a judge that likes polite answers rewards questions,
+# and one that reads only the last answer does not see wrong calls. A version's rate is the mean share over its
+# trajectories, so that a long trajectory counts once. The newest version is compared with all older ones in the window;
+# an alarm needs an increase by a threshold and by `min_sigmas` pooled standard errors, and `MIN_TRAJECTORIES` on either
+# side. While it lasts, newer versions are compared with the same older ones: a reward hack does not become its own
+# history.
+
+INVALID_CALLS, QUESTIONS = "invalid_tool_calls", "questions"
+RATE_CHECKS = frozenset({INVALID_CALLS, QUESTIONS})
+MIN_TRAJECTORIES = 32
+_MAX_VERSIONS = 8  # newest ones that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class RateHistory:
+    """What a rate is compared with: the trajectories of older versions, the sum of their shares, and of its squares."""
+
+    trajectories: int
+    total: float
+    squares: float
+
+    @property
+    def mean(self) -> float:
+        """The rate."""
+        return self.total / self.trajectories
+
+
+def check_versions(
+    behaviors: Sequence[TrajectoryBehavior], settings: SentinelSettings, known: Mapping[str, RateHistory] | None = None
+) -> tuple[list[Finding], dict[str, RateHistory]]:
+    """Return a finding for each rate and version, and the histories of the rates that raise an alarm, by check.
+
+    `known` are the histories that this returned at the last check.
+    """
+    findings: list[Finding] = []
+    alarming: dict[str, RateHistory] = {}
+    for check, metric, share, limit, advice in (
+        (INVALID_CALLS, "ratchet_invalid_tool_call_ratio", _invalid, settings.max_invalid_call_increase, _CALLS),
+        (QUESTIONS, "ratchet_question_ratio", _questions, settings.max_question_increase, _QUESTIONS),
+    ):
+        rates = _rates(behaviors, share)
+        newest = max((version for version in rates if rates[version].trajectories >= MIN_TRAJECTORIES), default=None)
+        for version in sorted(rates)[-_MAX_VERSIONS:]:
+            reason = None
+            if version == newest:
+                before = (known or {}).get(check) or _sum([rates[older] for older in rates if older < version])
+                if _has_risen(before, rates[version], limit, settings.min_sigmas):
+                    alarming[check] = before
+                    reason = f"version {version}: {advice.format(rates[version].mean, before.mean)}"
+            findings.append(Finding(check, metric, str(version), rates[version].mean, reason))
+    return findings, alarming
+
+
+_CALLS = (
+    "{:.0%} of its tool calls name no offered tool or violate its schema, {:.0%} in older versions; look at the calls "
+    "(`ratchet trajectories`), let the judge see tool outcomes, or roll the version back"
+)
+_QUESTIONS = (
+    "{:.0%} of its answers ask a question in place of an action, {:.0%} in older versions; check whether the judge "
+    "rewards them, or roll the version back"
+)
+
+
+def _invalid(one: TrajectoryBehavior) -> float | None:
+    return one.invalid_calls / one.checked_calls if one.checked_calls else None
+
+
+def _questions(one: TrajectoryBehavior) -> float | None:
+    return one.questions / one.answers if one.offered and one.answers else None
+
+
+def _rates(
+    behaviors: Sequence[TrajectoryBehavior], share: Callable[[TrajectoryBehavior], float | None]
+) -> dict[int, RateHistory]:
+    shares: dict[int, list[float]] = {}
+    for one in behaviors:
+        if (value := share(one)) is not None:
+            shares.setdefault(one.version, []).append(value)
+    return {
+        version: RateHistory(len(values), math.fsum(values), math.fsum(value * value for value in values))
+        for version, values in shares.items()
+    }
+
+
+def _sum(parts: Sequence[RateHistory]) -> RateHistory:
+    return RateHistory(
+        sum(one.trajectories for one in parts), sum(one.total for one in parts), sum(one.squares for one in parts)
+    )
+
+
+def _has_risen(before: RateHistory, now: RateHistory, limit: float, min_sigmas: float) -> bool:
+    """Whether a rate has risen, by the pooled variance: few trajectories that are all equal prove nothing."""
+    if before.trajectories < MIN_TRAJECTORIES or now.mean - before.mean < limit:
+        return False
+    both = _sum([before, now])
+    variance = max(0.0, both.squares / both.trajectories - both.mean**2)
+    error = math.sqrt(variance * (1 / before.trajectories + 1 / now.trajectories))
+    return now.mean - before.mean >= min_sigmas * error
+
+
+# Drift: how the behavior of newer trajectories differs from that of older ones. Pure, on behaviors, oldest first.
+#
+# Length and reasoning are compared within a task family: a change of the tasks is not drift. Coverage counts over all
+# trajectories: nothing is learned about a tool or a file that is never used.
+
+DRIFT_CHECKS = frozenset(
+    {"length_drift", "reasoning_drift", "hallucinated_arguments", "tool_coverage", "resource_coverage"}
+)
+_MIN_OFFERED = 100  # trajectories that could have used a tool or a resource, before it counts as neglected
+_MIN_RESOURCES = 5
+
+
+def check_drift(behaviors: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> list[Finding]:
+    """Return the findings of every check on behavior; none without a trajectory."""
+    if not behaviors:
+        return []
+    past, recent = behaviors[: -settings.recent_window], behaviors[-settings.recent_window :]
+    return [
+        _ratio_drift(
+            "length_drift", "ratchet_trajectory_tokens", _length, past, recent, settings.length_ratio, settings
+        ),
+        _ratio_drift(
+            "reasoning_drift",
+            "ratchet_reasoning_tokens_per_action",
+            _reasoning,
+            past,
+            recent,
+            settings.reasoning_ratio,
+            settings,
+        ),
+        Finding("actions", "ratchet_actions_per_trajectory", "", statistics.fmean(one.actions for one in recent)),
+        _check_hallucinated(past, recent, settings),
+        *check_tool_coverage(behaviors, settings),
+        check_resource_coverage(behaviors, settings),
+    ]
+
+
+def check_tool_coverage(behaviors: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> list[Finding]:
+    """Return for each tool the share of the trajectories that used it, of those that were offered it."""
+    findings = []
+    for tool in sorted(frozenset().union(*(one.offered for one in behaviors))):
+        offered = [one for one in behaviors if tool in one.offered]
+        share = sum(tool in one.used for one in offered) / len(offered)
+        reason = None
+        if len(offered) >= _MIN_OFFERED and share < settings.min_coverage:
+            reason = (
+                f"tool {tool!r} was used in {share:.1%} of the last {len(offered)} trajectories that were offered it: "
+                "no task needs it, or the policy no longer uses it"
+            )
+        findings.append(Finding("tool_coverage", "ratchet_tool_use_ratio", tool, share, reason))
+    return findings
+
+
+def check_resource_coverage(behaviors: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> Finding:
+    """Return the share of the often shown files and other resources that tool calls named."""
+    found = resource_coverage(behaviors, _MIN_OFFERED, settings.min_coverage)
+    reason = None
+    if found.shown >= _MIN_RESOURCES and found.share < settings.min_resource_coverage:
+        reason = (
+            f"{len(found.neglected)} of {found.shown} files, addresses or ids in the input of {_MIN_OFFERED} or "
+            "more of "
+            f"the last {len(behaviors)} trajectories are named in hardly any tool call ({found.describe_neglected()}): "
+            "no task needs them, or the policy uses only a few; add tasks about them, check what the judge rewards, or "
+            "lower min_resource_coverage"
+        )
+    return Finding("resource_coverage", "ratchet_resource_use_ratio", "", found.share, reason)
+
+
+def unnecessary_tool_calls(behaviors: Sequence[TrajectoryBehavior], scores: Mapping[str, float]) -> Finding | None:
+    """Return the mean number of tool calls on tasks that an attempt without tools solved as well as the best one."""
+    cohorts: dict[str, list[TrajectoryBehavior]] = {}
+    for one in behaviors:
+        if one.trajectory_id in scores:
+            cohorts.setdefault(one.cohort, []).append(one)
+    solvable = [members for members in cohorts.values() if _solved_without_tools(members, scores)]
+    if not solvable:
+        return None
+    mean = statistics.fmean(one.tool_calls for members in solvable for one in members)
+    return Finding("unnecessary_tool_calls", "ratchet_unnecessary_tool_calls", "", mean)
+
+
+def _solved_without_tools(members: Sequence[TrajectoryBehavior], scores: Mapping[str, float]) -> bool:
+    best = max(scores[one.trajectory_id] for one in members)
+    worst = min(scores[one.trajectory_id] for one in members)
+    return best > worst and any(not one.tool_calls and scores[one.trajectory_id] == best for one in members)
+
+
+def _check_hallucinated(
+    past: Sequence[TrajectoryBehavior], recent: Sequence[TrajectoryBehavior], settings: SentinelSettings
+) -> Finding:
+    shares = [[one.hallucinated / one.arguments for one in side if one.arguments] for side in (past, recent)]
+    now = statistics.fmean(shares[1]) if shares[1] else 0.0
+    found = mean_change(shares[0], shares[1])
+    reason = None
+    if (
+        found
+        and found.after - found.before >= settings.max_hallucination_increase
+        and found.sigmas >= settings.min_sigmas
+    ):
+        reason = (
+            f"{found.after:.0%} of tool arguments occur nowhere in their context, up from {found.before:.0%}: "
+            "the policy hallucinates them; check what the judge rewards"
+        )
+    return Finding("hallucinated_arguments", "ratchet_hallucinated_argument_ratio", "", now, reason)
+
+
+def _ratio_drift(
+    check: str,
+    metric: str,
+    measure: Callable[[TrajectoryBehavior], float],
+    past: Sequence[TrajectoryBehavior],
+    recent: Sequence[TrajectoryBehavior],
+    limit: float,
+    settings: SentinelSettings,
+) -> Finding:
+    now = statistics.fmean(measure(one) for one in recent)
+    found: list[tuple[str, MeanChange]] = []
+    for family in {one.family for one in recent}:
+        values = [[measure(one) for one in side if one.family == family] for side in (past, recent)]
+        moved = mean_change(values[0], values[1])
+        if moved and moved.ratio >= limit and abs(moved.sigmas) >= settings.min_sigmas:
+            found.append((family, moved))
+    if not found:
+        return Finding(check, metric, "", now)
+    family, worst = max(found, key=lambda item: abs(item[1].sigmas))
+    reason = (
+        f"{metric.removeprefix('ratchet_').replace('_', ' ')} went from {worst.before:.0f} to {worst.after:.0f} in "
+        f"{family}: does the judge reward length, or did the tasks change?"
+    )
+    return Finding(check, metric, "", now, reason)
+
+
+def _length(one: TrajectoryBehavior) -> float:
+    return float(one.sampled_tokens)
+
+
+def _reasoning(one: TrajectoryBehavior) -> float:
+    return one.reasoning_tokens / max(1, one.actions)

@@ -16,17 +16,22 @@ from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.records import Transcript
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judging.second_judge import KIND as AGREEMENT
-from ratchet.trainer.controller.judging.second_judge import SecondJudge, agreement
+from ratchet.trainer.controller.judging.rejudging import KIND as AGREEMENT
+from ratchet.trainer.controller.judging.rejudging import SecondJudge, agreement
 from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, read_behavior
-from ratchet.trainer.controller.sentinel.drift import CHECKS as DRIFT_CHECKS
-from ratchet.trainer.controller.sentinel.drift import check_drift, unnecessary_tool_calls
-from ratchet.trainer.controller.sentinel.round_checks import CHECKS as ROUND_CHECKS
-from ratchet.trainer.controller.sentinel.round_checks import MAX_ROUNDS, check_rounds
+from ratchet.trainer.controller.sentinel.round_checks import (
+    DRIFT_CHECKS,
+    MAX_ROUNDS,
+    RATE_CHECKS,
+    ROUND_CHECKS,
+    RateHistory,
+    check_drift,
+    check_rounds,
+    check_versions,
+    unnecessary_tool_calls,
+)
 from ratchet.trainer.controller.sentinel.tool_health import CHECK as TOOL_HEALTH
 from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, check_tool_health
-from ratchet.trainer.controller.sentinel.version_rates import CHECKS as RATE_CHECKS
-from ratchet.trainer.controller.sentinel.version_rates import RateHistory, check_versions
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings

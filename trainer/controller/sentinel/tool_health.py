@@ -16,7 +16,7 @@ from ratchet.store.records import ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
-from ratchet.trainer.statistics.welch_test import MIN_VALUES, share_change
+from ratchet.trainer.statistics import MIN_VALUES, share_change
 
 CHECK = "tool_health"
 METRIC = "ratchet_tool_failure_ratio"

@@ -23,7 +23,7 @@ from ratchet.store.reasons import DropReason
 from ratchet.store.records import RESAMPLE, Trajectory
 from ratchet.store.states import ResampleState
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_load import BusyPeriod, VllmLoad
+from ratchet.trainer.adapters.vllm_api import BusyPeriod, VllmLoad
 from ratchet.trainer.controller.collect.grouping import PlannedGroup
 from ratchet.trainer.controller.collect.resampling.resample_call import (
     ResamplingCallResult,

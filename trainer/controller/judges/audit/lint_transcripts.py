@@ -16,7 +16,7 @@ from ratchet.store.records import ToolCall, Trajectory, Transcript, WorkflowResu
 from ratchet.store.states import ToolOutcome, TrajectoryState
 from ratchet.trainer.controller.judges.opinion import last_answer
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.tasks.task_set import content_id
+from ratchet.trainer.tasks import content_id
 
 _ARGUMENT = "answer"  # default argument
 

@@ -1,24 +1,205 @@
-"""Candidates compared on the same tasks: differences with intervals, and a ranking that tells ties as ties. Pure.
-
-Several attempts at a task are averaged first, so that the task is the unit, whatever the number of attempts. What went
-wrong stays in: a failed rollout counts as the failure score, and never as more than the lowest judged score; what the
-judge failed on is unjudged, never a number. Where there are unjudged attempts, the interval and the p-value hold
-whatever they would have got: both are the wider ones of two fillings, all against the candidate and all in its favour.
-One candidate is better than another where its interval excludes zero and its p-value, corrected by Holm over all
-pairs, is small enough; else they are tied, or inconclusive where unjudged attempts could change that.
-"""
+"""Statistics of comparisons: correlation, sequences of intervals, spread, and paired and unpaired tests."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from itertools import combinations
 
 import msgspec
 
+from ratchet.store.install_hint import install_hint
 from ratchet.store.statistics import CONFIDENCE, interval
-from ratchet.trainer.statistics.sign_flip_test import holm, sign_flip_p
+from ratchet.trainer.errors import TuningError
+
+# Kendall's tau-b over the pairs of several groups.
+#
+# scipy.stats.kendalltau compares all pairs of two samples. Here only members of the same group are comparable, so the
+# pairs of each group are pooled.
+
+
+def kendall_tau_b(pairs: Iterable[tuple[float, float]]) -> float | None:
+    """Return tau-b of pairs of differences (in one score, in the other); None if either score ties every pair."""
+    concordance = first = second = 0
+    for a, b in pairs:
+        concordance += (a * b > 0) - (a * b < 0)
+        first += a != 0
+        second += b != 0
+    return concordance / math.sqrt(first * second) if first and second else None
+
+
+def score_differences(one: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[float, float]]:
+    """Return the differences in both scores for each pair of ids that both scored."""
+    shared = sorted(set(one) & set(other))
+    return [(one[a] - one[b], other[a] - other[b]) for a, b in combinations(shared, 2)]
+
+
+# The radius of an interval for a mean that may be looked at after every score. Pure.
+#
+# The interval is an asymptotic confidence sequence: it holds the true mean at all times together with probability 1 -
+# alpha, not only at one time that was chosen before (Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas 2021, "Time-
+# uniform central limit theory and asymptotic confidence sequences", arXiv:2103.06476, theorem 2.2). For the difference
+# of two streams of n and m scores, t = n m / (n + m) is the size of one stream with the same variance of the mean.
+
+_TIGHTEST_AT = 100.0  # scores at which the interval is narrowest for its guarantee
+
+
+@dataclass(frozen=True, slots=True)
+class MeanDifference:
+    """Mean score of newer versions minus that of an older one, with an interval that holds at all times (95%)."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+def boundary(t: float, alpha: float) -> float:
+    """Return the radius of the sequence for unit variance after t scores."""
+    aim = -2.0 * math.log(alpha)
+    rho2 = (aim + math.log(aim) + 1.0) / _TIGHTEST_AT
+    return math.sqrt(2.0 * (t * rho2 + 1.0) / (t * t * rho2) * math.log(math.sqrt(t * rho2 + 1.0) / alpha))
+
+
+# The smallest difference between scores that counts as one, by the judge's noise. Pure.
+#
+# The noise is the standard deviation of a judge's scores of one and the same answer. If a group's answers are equally
+# good, (G - 1) s^2 / noise^2, with its sample variance s^2, has the chi-squared distribution of G - 1 degrees of
+# freedom, so a spread counts as signal if noise would pass it with a probability below 1 in 1,000. AdamW moves the
+# weights as far by a round of noise as by one of signal, however small the advantages: only leaving the group out
+# helps.
+
+MIN_SCORE_SPREAD = 1e-6  # judges are not exact to more digits
+_Z = 3.09  # of a standard normal distribution, passed with a probability of 0.001 on one side
+_Z_TWO_SIDED = 3.29
+
+
+def has_signal(scores: Sequence[float], noise: float = 0.0) -> bool:
+    """Whether the scores of a group differ by more than the judge's noise, so that training can use them."""
+    if len(scores) < 2 or max(scores) - min(scores) <= MIN_SCORE_SPREAD:
+        return False
+    return statistics.stdev(scores) > noise * math.sqrt(_largest_ratio(len(scores) - 1))
+
+
+def differs(score: float, mean: float, noise: float = 0.0) -> bool:
+    """Whether a score differs from the mean of many earlier ones by more than the judge's noise."""
+    return abs(score - mean) > max(MIN_SCORE_SPREAD, _Z_TWO_SIDED * noise)
+
+
+def _largest_ratio(freedom: int) -> float:
+    """Return the 0.999 quantile of chi-squared over its degrees of freedom: Wilson and Hilferty 1931, within 4%."""
+    spread = 2 / (9 * freedom)
+    return (1 - spread + _Z * math.sqrt(spread)) ** 3
+
+
+# Welch's z for a change of a mean, and the two-proportion z for a change of a share. Pure.
+#
+# The sentinel needs the number of standard errors, not a p-value, and a result for constant values, for which
+# scipy.stats.ttest_ind(equal_var=False) gives NaN or a warning.
+
+MIN_VALUES = 16  # on either side; with fewer there is no result
+
+
+@dataclass(frozen=True, slots=True)
+class MeanChange:
+    """Means before and after, and their difference in standard errors (positive: it grew)."""
+
+    before: float
+    after: float
+    sigmas: float
+
+    @property
+    def ratio(self) -> float:
+        """The larger mean over the smaller one, at least 1."""
+        low, high = sorted((abs(self.before), abs(self.after)))
+        return high / low if low else math.inf if high else 1.0
+
+
+def mean_change(past: Sequence[float], recent: Sequence[float]) -> MeanChange | None:
+    """Return the change from past to recent values; None if either side has too few."""
+    if min(len(past), len(recent)) < MIN_VALUES:
+        return None
+    before, after = statistics.fmean(past), statistics.fmean(recent)
+    error = math.sqrt(statistics.variance(past) / len(past) + statistics.variance(recent) / len(recent))
+    if error:
+        return MeanChange(before, after, (after - before) / error)
+    return MeanChange(before, after, math.copysign(math.inf, after - before) if after != before else 0.0)
+
+
+def share_change(past: tuple[int, int], recent: tuple[int, int]) -> MeanChange | None:
+    """Return the change of a share, given as (hits, total): the two-proportion z with a pooled standard error."""
+    if min(past[1], recent[1]) < MIN_VALUES:
+        return None
+    before, after = past[0] / past[1], recent[0] / recent[1]
+    pooled = (past[0] + recent[0]) / (past[1] + recent[1])
+    error = math.sqrt(pooled * (1 - pooled) * (1 / past[1] + 1 / recent[1]))
+    return MeanChange(before, after, (after - before) / error if error else 0.0)
+
+
+# The sign-flip test of paired differences, by scipy, and Holm's correction, which scipy does not have.
+#
+# The test flips the signs of the differences (Fisher 1935). It is exact if they are symmetric under the null
+# hypothesis, and asymptotically right otherwise (Romano 1990, JASA 85). Fewer than six tasks that differ cannot be
+# significant at the 5% level.
+
+_RESAMPLES = 9_999  # up to 13 differences, scipy tries all sign patterns instead
+_BATCH_VALUES = 2_000_000  # values in memory at once, 16 MB
+_SEED = 0  # equal differences give equal p-values
+
+
+def check_scipy() -> None:
+    """Raise TuningError if scipy is not installed: before a run spends rollouts that it could not compare."""
+    if find_spec("scipy") is None:
+        raise TuningError(f"comparing candidates needs scipy: {install_hint('trainer')}")
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Return the two-sided p-value of the hypothesis that the mean difference is zero.
+
+    Raises TuningError if scipy is not installed.
+    """
+    nonzero = [difference for difference in differences if difference]
+    if len(nonzero) < 2:
+        return 1.0  # either sign is as extreme; scipy refuses a sample of one
+    check_scipy()
+    import numpy
+    from scipy.stats import permutation_test
+
+    result = permutation_test(
+        (numpy.array(nonzero),),
+        numpy.sum,
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=_RESAMPLES,
+        batch=max(1, _BATCH_VALUES // len(nonzero)),
+        rng=numpy.random.default_rng(_SEED),
+    )
+    return float(result.pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for multiple tests (Holm 1979, Scandinavian Journal of Statistics 6), in order."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    corrected = [1.0] * len(p_values)
+    highest = 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, p_values[index] * (len(p_values) - rank)))
+        corrected[index] = highest
+    return corrected
+
+
+# Candidates compared on the same tasks: differences with intervals, and a ranking that tells ties as ties. Pure.
+#
+# Several attempts at a task are averaged first, so that the task is the unit, whatever the number of attempts. What
+# went wrong stays in: a failed rollout counts as the failure score, and never as more than the lowest judged score;
+# what the judge failed on is unjudged, never a number. Where there are unjudged attempts, the interval and the p-value
+# hold whatever they would have got: both are the wider ones of two fillings, all against the candidate and all in its
+# favour. One candidate is better than another where its interval excludes zero and its p-value, corrected by Holm over
+# all pairs, is small enough; else they are tied, or inconclusive where unjudged attempts could change that.
 
 
 class Missing(StrEnum):

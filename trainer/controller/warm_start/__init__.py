@@ -1,1 +1,0 @@
-"""Warm start: imitation of good trajectories before (or between) the rounds of reinforcement learning."""

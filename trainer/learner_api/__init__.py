@@ -1,1 +1,0 @@
-"""What the controller asks of a learner, as an interface and as messages. Imports no torch."""

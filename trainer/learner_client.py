@@ -1,0 +1,596 @@
+"""The trainer's side of a learner: the connection, the learner behind it, and its start as a child process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import msgspec
+
+from ratchet import __version__
+from ratchet.store.errors import StoreUnavailable
+from ratchet.store.store import Store
+from ratchet.trainer import errors
+from ratchet.trainer.adapters.base_model_files import DIGESTS, digests, model_folder
+from ratchet.trainer.errors import LearnerRefused, LearnerServiceError, LearnerTaken, LearnerUnreachable, TrainerError
+from ratchet.trainer.learner_api import (
+    MSGPACK,
+    SILENCE_SECONDS,
+    TOKEN_VARIABLE,
+    Answer,
+    Frame,
+    LearnerStatus,
+    LoadRequest,
+    ModelLimits,
+    OpenRequest,
+    QueuePosition,
+    Refusal,
+    RoundReport,
+    RowsDone,
+    SaveRequest,
+    ScoreRequest,
+    TrainRequest,
+    Verb,
+    decode_report,
+    decode_scores,
+    encode,
+    read_frames,
+    unfit,
+)
+from ratchet.trainer.observability.progress import TRAINING, Phase, Progress
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+# HTTP connections to one learner service. Errors of the network and of the service become TrainerError here.
+
+_CONNECT_SECONDS = 10.0
+_WRITE_SECONDS = 120.0
+_STATUS_SECONDS = 30.0
+
+
+class LearnerConnection:
+    """The service at a URL. Several threads may use it. `check` is called before each operation, and may refuse it."""
+
+    def __init__(self, url: str, token: str | None = None, check: Callable[[], None] = lambda: None) -> None:
+        self.url = url.rstrip("/")
+        self._check = check
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        timeout = httpx.Timeout(SILENCE_SECONDS, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS)
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise LearnerRefused(f"learner.url {url} is not a URL: {error}") from error
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def status(self) -> LearnerStatus:
+        """Return the learner's status. Raises LearnerUnreachable, LearnerRefused."""
+        try:
+            response = self._http.get("/v1/status", timeout=_STATUS_SECONDS)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from error
+        if response.is_error:
+            raise self._refusal(response.status_code, response.content)
+        try:
+            return msgspec.json.decode(response.content, type=LearnerStatus)
+        except msgspec.MsgspecError as error:
+            raise LearnerRefused(f"learner.url {self.url} is not this version's learner service: {error}") from error
+
+    def post(self, path: str, message: Any, on_frame: Callable[[Frame], None] = lambda frame: None) -> Answer:
+        """Run an operation to its end; `on_frame` gets what is answered before. Never sends a request twice.
+
+        Raises the TrainerError of the operation, LearnerUnreachable or LearnerRefused.
+        """
+        answer = self.exchange(path, message, on_frame)
+        if answer.error is not None:
+            raise made_error(answer.error, answer.message)
+        return answer
+
+    def exchange(self, path: str, message: Any, on_frame: Callable[[Frame], None] = lambda frame: None) -> Answer:
+        """Run an operation to its end, as `post` does; return its answer also if it failed."""
+        self._check()
+        try:
+            with self._http.stream(
+                "POST", path, content=encode(message), headers={"content-type": MSGPACK}
+            ) as response:
+                if response.is_error:
+                    raise self._refusal(response.status_code, response.read())
+                if response.headers.get("content-type") != MSGPACK:
+                    raise ValueError("its answer is of another type")
+                for frame in read_frames(response.iter_bytes()):
+                    if isinstance(frame, Answer):
+                        return frame
+                    on_frame(frame)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from error
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise LearnerRefused(f"learner.url {self.url} is not a learner service: {error}") from error
+        raise LearnerUnreachable(f"the learner at {self.url} ended before it answered; its log says why")
+
+    def _unreachable(self, error: Exception) -> LearnerUnreachable:
+        return LearnerUnreachable(
+            f"learner.url {self.url} does not answer ({error or type(error).__name__}): start `ratchet learner` there, "
+            "or set the address of a running one"
+        )
+
+    def _refusal(self, status: int, body: bytes) -> TrainerError:
+        try:
+            refusal = msgspec.json.decode(body, type=Refusal)
+        except msgspec.MsgspecError:
+            return LearnerRefused(f"learner.url {self.url} is not a learner service: it answered with status {status}")
+        return made_error(refusal.error, f"the learner at {self.url} refuses: {refusal.message}")
+
+
+def made_error(name: str, message: str) -> TrainerError:
+    """Return the error of a class of trainer/errors.py; a LearnerServiceError if there is no such class."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TrainerError):
+        return kind(message)
+    return LearnerServiceError(f"{name}: {message}")
+
+
+# RemoteLearner: one agent's learner over the learner service; implements LearnerProtocol. Imports no torch.
+#
+# It opens the agent with its first operation. If the connection or the learner's session is lost, the operation raises
+# LearnerUnreachable and nothing is sent again. The next operation opens the agent again by itself if its state is that
+# of a checkpoint: it was loaded or saved and not trained since. Otherwise it raises LearnerUnreachable until `load`.
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerAgent:
+    """Whose learner it is. `share` is its share of the compute time; `base_model` the digests of its files by part."""
+
+    name: str
+    share: float = 1.0
+    base_model: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedState:
+    """A checkpoint that equals the learner's state."""
+
+    settings: LearnerSettings
+    source: str | None
+
+
+class RemoteLearner:
+    """The learner of one agent. One thread at a time may train, save and load; others may score beside it."""
+
+    def __init__(
+        self,
+        connection: LearnerConnection,
+        agent: LearnerAgent,
+        settings: LearnerSettings,
+        source: str | Path | None = None,
+    ) -> None:
+        self._connection = connection
+        self._agent = agent
+        self._settings = settings
+        self._saved: _SavedState | None = _SavedState(settings, _reference(source))
+        self._lock = threading.Lock()
+        self._session = ""  # empty: not open
+        self._revision = 0
+        self._step = 0
+        self._limits: ModelLimits | None = None
+        self._progress = Progress()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the agent; 0 before its first operation."""
+        return self._step
+
+    def report_progress_to(self, progress: Progress) -> None:
+        """Report the progress of rounds here from now on."""
+        self._progress = progress
+
+    def unfit(self, row: TokenRow) -> str | None:
+        """Return why the base model cannot be trained on a row; None if it can. Raises LearnerUnreachable."""
+        if self._limits is None:
+            self._limits = self._connection.status().limits
+        if self._limits is None:
+            raise LearnerUnreachable("the learner is loading its base model")
+        return unfit(self._limits, row)
+
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        """Train on the rows once. Raises as `Learner.train_round` does, and LearnerUnreachable; never tries again."""
+        session = self._opened()
+        self._saved = None
+        phase = self._progress.begin(TRAINING, len(rows))
+        try:
+            request = TrainRequest(self._revision, tuple(rows), rate_scale)
+            return decode_report(self._run("train", session, request, self._watcher(phase, len(rows))).result)
+        finally:
+            phase.end()
+
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path | str = True
+    ) -> list[tuple[float, ...]]:
+        """Return the logprobs of each row, as `Learner.score` does; a text or path is a checkpoint's reference."""
+        ids = tuple(tuple(row.ids if isinstance(row, TokenRow) else row) for row in rows)
+        scored_with = adapter if isinstance(adapter, bool) else str(adapter)
+        session = self._opened()
+        masks = tuple(bytes(row.mask) if isinstance(row, TokenRow) else b"" for row in rows)
+        request = ScoreRequest(self._revision, ids, scored_with, masks if any(masks) else ())
+        return decode_scores(self._run("score", session, request).result)
+
+    def save(self, target: str | Path) -> None:
+        """Write a checkpoint to a new reference. Raises as `Learner.save` does, and LearnerUnreachable."""
+        reference = _reference(target)
+        self._run("save", self._opened(), SaveRequest(self._revision, str(reference)))
+        self._saved = _SavedState(self._settings, reference)
+
+    def load(self, source: str | Path | None, settings: LearnerSettings) -> None:
+        """Take the state of a checkpoint; None: of a new adapter. Raises as `Learner.load` does."""
+        self._settings = settings
+        wanted = _SavedState(settings, _reference(source))
+        self._saved = None
+        if self._session:
+            try:
+                self._run("load", self._session, LoadRequest(wanted.settings, wanted.source))
+            except LearnerUnreachable as lost:
+                log.info("event=learner_session_lost agent=%s reason=%r", self._agent.name, str(lost))
+        self._saved = wanted
+        self._opened()
+
+    def close(self) -> None:
+        """Let the learner forget the agent; a learner that does not answer is left alone."""
+        session, self._session = self._session, ""
+        if session:
+            try:
+                self._connection.post(_path("close", session), None)
+            except LearnerServiceError as error:
+                log.info("event=learner_not_closed agent=%s reason=%r", self._agent.name, str(error))
+
+    def _opened(self) -> str:
+        """Return the session; open the agent if it has none. Raises LearnerUnreachable."""
+        with self._lock:
+            if self._session:
+                return self._session
+            if self._saved is None:
+                raise LearnerUnreachable(
+                    f"the learner lost the state of {self._agent.name}: its newest commit must be loaded"
+                )
+            request = OpenRequest(
+                agent=self._agent.name,
+                settings=self._saved.settings,
+                source=self._saved.source,
+                share=self._agent.share,
+                version=__version__,
+                base_model=dict(self._agent.base_model),
+            )
+            answer = self._connection.post("/v1/open", request)
+            self._limits = None  # of the learner that runs now
+            self._session, self._revision, self._step = answer.session, answer.revision, answer.step
+            return self._session
+
+    def _run(
+        self, verb: Verb, session: str, request: Any, on_frame: Callable[[Frame], None] = lambda frame: None
+    ) -> Answer:
+        """Run a verb; an outage ends the session."""
+        try:
+            answer = self._connection.exchange(_path(verb, session), request, on_frame)
+        except LearnerServiceError:
+            self._drop(session)
+            raise
+        if verb in ("train", "load") and answer.session == self._session:
+            self._revision, self._step = answer.revision, answer.step
+        if answer.error is None:
+            return answer
+        error = made_error(answer.error, answer.message)
+        if isinstance(error, LearnerServiceError):
+            self._drop(session)
+        raise error
+
+    def _drop(self, session: str) -> None:
+        with self._lock:
+            if self._session == session:
+                self._session = ""
+
+    def _watcher(self, phase: Phase, total: int) -> Callable[[Frame], None]:
+        def receive(frame: Frame) -> None:
+            if isinstance(frame, RowsDone):
+                phase.at(min(frame.rows, total), total)
+            elif isinstance(frame, QueuePosition) and frame.ahead:
+                log.info("event=learner_waiting agent=%s ahead=%d", self._agent.name, frame.ahead)
+
+        return receive
+
+
+def _path(verb: Verb, session: str) -> str:
+    return f"/v1/sessions/{session}/{verb}"
+
+
+def _reference(source: str | Path | None) -> str | None:
+    """Return a reference as text; a path is made absolute, because the learner has another working folder."""
+    return str(source.absolute()) if isinstance(source, Path) else source
+
+
+# LearnerAccess: the learner that a trainer process uses; found at `learner.url`, or started as a child process.
+#
+# Promises: a child ends with the trainer, however that ends (its command runs under the process guard, which reads the
+# pipe that only the trainer holds), and is started again, later each time, if it exits; after `max_restarts` exits in
+# ten minutes the trainer stops with the reason. Several controllers may use one learner, but a base model has one
+# learner: the store has a lease of the learner's instance, which each of its controllers renews, and a controller of
+# another learner stops with the address of the first. Nothing here waits: until the learner is known, the operations of
+# the agents raise LearnerUnreachable. Imports no torch.
+
+UNREACHABLE = "learner_unreachable"  # alarm
+
+_POLL_SECONDS = 0.2
+_MAX_DELAY = 30.0  # seconds before a restart
+_RESTART_WINDOW = 600.0  # seconds
+_STOP_SECONDS = 20.0  # for the guard and the learner to end
+_REPORT_SECONDS = 60.0  # of silence until it is reported, and between two reports
+_FAST_LOOKS = 50  # polls at the full rate until the learner is found
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerCommand:
+    """How a learner is started: a process guard with the learner's command, which listens on `url`.
+
+    The learner gets the token by variable. Its log is appended to `log`.
+    """
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    url: str
+    log: Path
+    max_restarts: int = 5
+
+
+class LearnerChild:
+    """A learner as a child process that is started again if it exits. Not thread-safe."""
+
+    def __init__(self, command: LearnerCommand) -> None:
+        self._command = command
+        self._token = secrets.token_urlsafe(32)
+        self._exits: deque[float] = deque()
+        self._restart_at = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def token(self) -> str:
+        """The bearer token of the child."""
+        return self._token
+
+    @property
+    def pid(self) -> int | None:
+        """The pid of the process guard; None if nothing runs."""
+        return self._process.pid if self._process is not None else None
+
+    def keep_running(self, now: float) -> None:
+        """Start the child if it is due. Raises LearnerServiceError if it exits too often."""
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            _close_pipe(self._process)
+            self._process = None
+            self._restart_at = now + self._delay_after_exit(code, now)
+        if now >= self._restart_at:
+            self._start()
+
+    def stop(self) -> None:
+        """Stop the child: its guard sees that the pipe is closed."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _close_pipe(process)
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()  # the guard's learner gets SIGTERM from the kernel
+            process.wait()
+
+    def _start(self) -> None:
+        self._command.log.parent.mkdir(parents=True, exist_ok=True)
+        with self._command.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                list(self._command.arguments),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                env={**self._command.environment, TOKEN_VARIABLE: self._token},
+                start_new_session=True,
+            )
+        log.info("event=learner_starting pid=%d url=%s log=%s", self._process.pid, self._command.url, self._command.log)
+
+    def _delay_after_exit(self, code: int, now: float) -> float:
+        self._exits.append(now)
+        while now - self._exits[0] > _RESTART_WINDOW:
+            self._exits.popleft()
+        if len(self._exits) > self._command.max_restarts:
+            raise LearnerServiceError(
+                f"the learner exited {len(self._exits)} times within {_RESTART_WINDOW / 60:.0f} minutes, the last time "
+                f"with code {code}: its log {self._command.log} says why"
+            )
+        delay = min(_MAX_DELAY, 2.0 ** (len(self._exits) - 1))
+        log.warning("event=learner_exited code=%d restart_in=%.0f log=%s", code, delay, self._command.log)
+        return delay
+
+
+class LearnerAccess:
+    """The learner of the agents of one trainer process. A thread starts, finds and watches it until `close`."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        store: Store,
+        command: LearnerCommand | None = None,
+        environ: Mapping[str, str] = os.environ,
+        report_seconds: float = _REPORT_SECONDS,
+    ) -> None:
+        self._store = store
+        self._report_seconds = report_seconds
+        self._on_failure: Callable[[], None] = lambda: None
+        self._lease_seconds = settings.lease_seconds
+        url = settings.learner_process.url
+        if url is None and command is None:
+            raise LearnerUnreachable("no learner is set: set learner.url to the address of a running `ratchet learner`")
+        self._child = LearnerChild(command) if url is None and command is not None else None
+        token = self._child.token if self._child else environ.get(TOKEN_VARIABLE) or None
+        self._connection = LearnerConnection(url or (command.url if command else ""), token, self.check)
+        self._probe = LearnerConnection(self._connection.url, token)
+        self._digests = _digests(settings)
+        self._failure: LearnerServiceError | None = None
+        self._pending = "the learner has not answered yet"
+        self._granted = ""  # instance
+        self._other: tuple[str, float] | None = None  # the holder of the lease when it was first seen, and its expiry
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="learner-access", daemon=True)
+        self._thread.start()
+
+    @property
+    def guard_pid(self) -> int | None:
+        """The pid of the child's process guard; None if the learner runs elsewhere."""
+        return self._child.pid if self._child else None
+
+    def learner_of(self, settings: TrainerSettings, source: Path | str | None) -> RemoteLearner:
+        """Return the learner of one agent, resumed from a checkpoint; a LearnerFactory."""
+        agent = LearnerAgent(settings.model, settings.share, self._digests)
+        return RemoteLearner(self._connection, agent, settings.learner, source)
+
+    @property
+    def failure(self) -> LearnerServiceError | None:
+        """The error that makes waiting for the learner useless; None so far."""
+        return self._failure
+
+    def call_on_failure(self, stop: Callable[[], None]) -> None:
+        """Call `stop`, in any thread, once waiting for the learner is useless."""
+        self._on_failure = stop
+        if self._failure is not None:
+            stop()
+
+    def check(self) -> None:
+        """Raise LearnerUnreachable until the learner may be used, or the error that makes waiting useless."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._granted:
+            raise LearnerUnreachable(self._pending)
+
+    def close(self) -> None:
+        """Stop the child, if there is one, and close the connections."""
+        self._stop.set()
+        self._thread.join()
+        if self._child is not None:
+            self._child.stop()
+            if self._granted:
+                with suppress(StoreUnavailable):
+                    self._store.leases.release(self._lease_name, self._granted)
+        self._connection.close()
+        self._probe.close()
+
+    def __enter__(self) -> LearnerAccess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _lease_name(self) -> str:
+        identity = json.dumps(self._digests, sort_keys=True)
+        return f"learner:{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+
+    def _watch(self) -> None:
+        looks, due, quiet_since = 0, 0.0, time.monotonic()
+        while True:
+            now = time.monotonic()
+            try:
+                if self._child is not None:
+                    self._child.keep_running(now)
+                if now >= due:
+                    looks = 0 if self._granted else looks + 1
+                    self._look()
+                    due = now + (self._lease_seconds / 4 if self._granted or looks > _FAST_LOOKS else 0.0)
+            except LearnerUnreachable as outage:
+                self._granted, self._pending = "", str(outage)
+                quiet_since = self._report(outage, quiet_since, now)
+            except LearnerServiceError as failure:
+                self._failure = failure
+                self._on_failure()
+                log.error("event=learner_unusable error=%s reason=%r", type(failure).__name__, str(failure))
+                return
+            if self._stop.wait(_POLL_SECONDS):
+                return
+
+    def _report(self, outage: LearnerUnreachable, quiet_since: float, now: float) -> float:
+        """Log an outage that lasts, and raise its alarm; return the time of the last line."""
+        if now - quiet_since < self._report_seconds:
+            return quiet_since
+        log.warning("event=learner_unreachable url=%s reason=%r", self._connection.url, str(outage))
+        with suppress(StoreUnavailable):
+            self._store.alarms.raise_(UNREACHABLE, f"nothing is trained until the learner answers: {outage}")
+        return now
+
+    def _look(self) -> None:
+        """Take or renew the lease for the learner that answers. Raises LearnerServiceError."""
+        status = self._probe.status()
+        try:
+            if not self._take(status):
+                return
+        except StoreUnavailable as outage:
+            log.warning("event=learner_lease_not_renewed reason=%r", str(outage))
+            return  # a learner that was granted stays so: the store decides about commits in any case
+        if self._granted != status.instance:
+            with suppress(StoreUnavailable):
+                self._store.alarms.clear(UNREACHABLE)
+            log.info("event=learner_found instance=%s ready=%s", status.instance, status.ready)
+        self._granted, self._other = status.instance, None
+
+    def _take(self, status: LearnerStatus) -> bool:
+        """Return whether this learner has the base model's lease. Raises LearnerTaken."""
+        leases, name = self._store.leases, self._lease_name
+        if leases.acquire(name, status.instance, self._lease_seconds):
+            return True
+        holder = next((one for one in leases.holders(name) if one.name == name), None)
+        if holder is None:  # it has expired meanwhile
+            return False
+        if _address(holder.owner) == _address(status.instance):  # the same learner before its restart
+            leases.release(name, holder.owner)
+            return False
+        first = self._other or (holder.owner, holder.expires_at)
+        self._other = first
+        self._pending = f"waiting to see whether the learner at {_address(holder.owner)} still trains this base model"
+        if holder.owner == first[0] and holder.expires_at > first[1]:
+            raise LearnerTaken(
+                f"the base model is trained by the learner at {_address(holder.owner)}, and this is another one "
+                f"({_address(status.instance)}): set learner.url to the first, or stop it"
+            )
+        return False
+
+
+def _close_pipe(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def _address(instance: str) -> str:
+    return instance.rpartition(":")[0]
+
+
+def _digests(settings: TrainerSettings) -> dict[str, str]:
+    folder = model_folder(settings.base_model)
+    if folder is None or not (folder / "config.json").is_file():
+        return {"name": settings.base_model}
+    return digests(folder, settings.checkpoints.parent / DIGESTS)
