@@ -16,7 +16,6 @@ from starlette.types import Receive, Send
 from examples.reward_hacking import judge as fooled
 from examples.reward_hacking import second
 from examples.reward_hacking.teacher import EVERYTHING, answer, teaching
-from ratchet.demo.email_search.agent import run_tasks
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.store.reports.version_reports import read_awaiting_approval
@@ -26,6 +25,7 @@ from ratchet.trainer.controller.judges.audit.lint import LintOutcome, lint
 from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, synthetic
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.examples.mail_rollouts import run_tasks
 from tests.harness.examples.player import Messages, Script, calls, says
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
