@@ -260,7 +260,7 @@ def test_an_unreachable_upstream_is_named_to_operators(start: Start, vllm: Scrip
         (b'{"model": "agent", "messages": [' + b"[" * 3000, 400, "max_json_depth"),
         (b'{"model": 5, "messages": []}', 400, "model"),
         (b"\xff\xfe", 400, "not a JSON object"),
-        (b'{"messages": []}', 400, "model"),
+        (b'{"messages": []}', 400, "empty"),
         (b'{"model": "gpt-9", "messages": [{"role": "user"}]}', 404, "there are: agent"),
         (b'{"model": "agent@7", "messages": [{"role": "user"}]}', 404, "agent@0"),
         (b'{"model": "agent", "pad": "' + b"x" * 2**20 + b'"}', 413, "larger than 1048576 bytes"),

@@ -96,7 +96,7 @@ def test_a_text_that_contains_an_earlier_answer_continues_it(proxy: Proxy) -> No
 
 
 def test_bad_requests_get_an_error_that_names_the_fault(proxy: Proxy) -> None:
-    for body, says in (({"model": "agent"}, "prompt"), ({"prompt": "x"}, "model")):
+    for body, says in (({"model": "agent"}, "prompt"), ({"model": 5, "prompt": "x"}, "model")):
         answer = proxy.http.post("/v1/completions", json=body)
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]

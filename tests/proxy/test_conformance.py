@@ -50,7 +50,8 @@ def comply(url: str, form: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "cases"), [("openai-chat", 9), ("open-responses", 13), ("anthropic", 9)])
 def test_llm_comply_passes_except_for_the_listed_cases(store: Store, tmp_path: Path, form: str, cases: int) -> None:
-    with served(ScriptedVllm(obliging=True)) as vllm, running(vllm, store, tmp_path, model=MODEL) as proxy:
+    agents: dict[str, Any] = {"model": "", "agents": (MODEL, "another")}  # with one agent a call need not name it
+    with served(ScriptedVllm(obliging=True)) as vllm, running(vllm, store, tmp_path, **agents) as proxy:
         results = comply(proxy.url, form)
     assert len(results) >= cases
     failed = {result["id"]: set(result["errors"]) for result in results if result["status"] != "passed"}

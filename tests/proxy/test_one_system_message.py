@@ -118,7 +118,7 @@ def test_answers_between_system_messages_are_spliced(store: Store, tmp_path: Pat
             calls = answer.get("tool_calls") or []
             messages += [said("assistant", answer["content"]) | ({"tool_calls": calls} if calls else {})]
             messages += [said("tool", text) | {"tool_call_id": call["id"]} for call in calls]
-            messages += [said("system", "now"), said("user", text)]
+            messages += [said("user", text), said("system", "now")]
         proxy.settled()
         made = sorted(store.calls.page(), key=lambda call: call.started_at)
         assert [call.context for call in made] == ["root", "exact", "exact"]

@@ -136,7 +136,7 @@ def test_only_a_first_system_message_is_replaced(proxy: Proxy, vllm: ScriptedVll
         "/v1/chat/completions", content=raw % json.dumps(second), headers={"content-type": "application/json"}
     )
     assert vllm.calls[-1]["messages"] == [
-        {"role": "system", "content": PROMPT}, second, {"role": "user", "content": "a", "x": 1.5},
+        {"role": "system", "content": f"{PROMPT}\n\n{second['content']}"}, {"role": "user", "content": "a", "x": 1.5},
     ]  # fmt: skip
 
 
