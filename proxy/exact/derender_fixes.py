@@ -42,6 +42,8 @@ def fix_message(message: Mapping[str, Any] | None, choice: GeneratedChoice) -> J
 
 def fix_finish_reason(choice: GeneratedChoice, message: Mapping[str, Any], tool_choice: Any) -> str | None:
     """Return the finish reason of a response that is not streamed."""
+    if choice.finish_reason == "abort":  # plain chat hides it behind complete tool calls
+        return choice.finish_reason
     has_calls = bool(message.get("tool_calls")) and tool_choice in (None, "auto")
     required = tool_choice == "required" and choice.finish_reason == "stop"
     return "tool_calls" if has_calls or required else choice.finish_reason

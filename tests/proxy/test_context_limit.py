@@ -36,7 +36,7 @@ def test_vllms_refusal_has_the_code_that_openai_clients_know(limited: Proxy, str
         assert (error.value.code, error.value.type) == ("context_length_exceeded", "invalid_request_error")
         assert f"maximum context length is 300 tokens. However, your prompt contains {tokens}" in error.value.message
     limited.settled()
-    assert {(call.state, call.status) for call in limited.store.calls.page(9)} == {("failed", 400)}
+    assert {(call.state, call.status) for call in limited.store.calls.page(9)} == {("refused", 400)}
 
 
 @pytest.mark.parametrize("stream", [False, True])

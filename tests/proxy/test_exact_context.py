@@ -141,7 +141,7 @@ def test_a_stream_begins_with_the_role_and_contains_only_requested_fields(start:
     assert lines[-1] == "data: [DONE]"
     assert [event["choices"][0]["delta"].get("role") for event in events] == ["assistant"] + [None] * (len(events) - 1)
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "a b c"
-    assert not any("token_ids" in event["choices"][0] or "prompt_token_ids" in event for event in events)
+    assert not any(event["choices"][0].get("token_ids") or event.get("prompt_token_ids") for event in events)
     assert all(event["choices"][0]["logprobs"] is None and "usage" not in event for event in events)
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
     assert len({event["id"] for event in events}) == 1

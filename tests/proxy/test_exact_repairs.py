@@ -82,6 +82,7 @@ def test_a_delta_has_no_role_and_no_null_members_and_ids_as_the_engine_gives_the
         ("stop", {"type": "function"}, "stop", "stop"),
         ("length", "auto", "tool_calls", "length"),
         ("length", "required", "length", "length"),
+        ("abort", "auto", "abort", "abort"),  # plain chat hides it if nothing streams
     ],
 )
 def test_the_finish_reason_is_that_of_plain_chat(engine: str, tool_choice: Any, whole: str, streamed: str) -> None:
