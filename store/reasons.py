@@ -92,7 +92,7 @@ UNTRAINED: Mapping[str, str] = {
     "greedy": "sampled at temperature 0, which does not explore: sample at a positive temperature, ideally 1.0",
     "invalid_temperature": "the temperature of the request is not a number",
     "penalized_sampling": "sampled with penalties, bias or min_tokens: leave them out, or set trainer.train_penalized",
-    "constrained_sampling": "a grammar, a schema or a forced tool chose tokens in place of the policy",
+    "constrained_sampling": "a grammar, schema, forced tool or thinking budget chose tokens in place of the policy",
     "no_token_ids": "the engine returned no token ids: serve the model with vLLM",
     "no_logprobs": "the engine returned no logprobs: serve the model with vLLM",
     "no_prompt_token_ids": "the engine returned no prompt token ids: use a vLLM that supports return_token_ids",

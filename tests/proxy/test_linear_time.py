@@ -48,7 +48,7 @@ SCHEMA: Body = {"type": "object", "properties": {f"p{n}": {"type": "string", "de
 _salts = itertools.count(1000)
 
 
-def said(role: str, content: Any = WORDS) -> Body:
+def message(role: str, content: Any = WORDS) -> Body:
     return {"role": role, "content": content}
 
 
@@ -64,15 +64,15 @@ def wide(count: int) -> Body:
     return {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(count)}}
 
 
-USER = said("user", SHORT)
+USER = message("user", SHORT)
 CHAT: dict[str, tuple[int, Callable[[int], Body]]] = {
-    "turns": (MESSAGES, lambda n: {"messages": [said("user"), said("assistant")] * (n // 2)}),
-    "first system messages": (MESSAGES, lambda n: {"messages": [said("system")] * n}),
-    "system messages after the user": (MESSAGES, lambda n: {"messages": [USER, *[said("developer")] * (n - 1)]}),
-    "system messages between turns": (MESSAGES, lambda n: {"messages": [said("user"), said("system")] * (n // 2)}),
-    "parts": (PARTS, lambda n: {"messages": [said("user", [TEXT] * n)]}),
-    "system parts": (PARTS, lambda n: {"messages": [USER, said("system", [TEXT] * n)]}),
-    "calls": (PARTS, lambda n: {"messages": [said("assistant") | {"tool_calls": [called(i) for i in range(n)]}]}),
+    "turns": (MESSAGES, lambda n: {"messages": [message("user"), message("assistant")] * (n // 2)}),
+    "first system messages": (MESSAGES, lambda n: {"messages": [message("system")] * n}),
+    "system messages after the user": (MESSAGES, lambda n: {"messages": [USER, *[message("developer")] * (n - 1)]}),
+    "system messages in between": (MESSAGES, lambda n: {"messages": [message("user"), message("system")] * (n // 2)}),
+    "parts": (PARTS, lambda n: {"messages": [message("user", [TEXT] * n)]}),
+    "system parts": (PARTS, lambda n: {"messages": [USER, message("system", [TEXT] * n)]}),
+    "calls": (PARTS, lambda n: {"messages": [message("assistant") | {"tool_calls": [called(i) for i in range(n)]}]}),
     "tools": (TOOLS, lambda n: {"tools": [{"type": "function", "function": function(i)} for i in range(n)]}),
     "allowed tools": (
         TOOLS,
@@ -89,12 +89,12 @@ CHAT: dict[str, tuple[int, Callable[[int], Body]]] = {
     ),
     "values": (VALUES - 100, lambda n: {"unknown": [1] * n}),
     "a number": (10**6, lambda n: {"unknown": ["7" * n]}),
-    "a text": (8 * 10**6, lambda n: {"messages": [said("user", SHORT * (n // len(SHORT)))]}),
+    "a text": (8 * 10**6, lambda n: {"messages": [message("user", SHORT * (n // len(SHORT)))]}),
     "arguments": (
         10**6,
         lambda n: {
             "messages": [
-                said("assistant")
+                message("assistant")
                 | {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": json.dumps(["x\n"] * (n // 8))}}]}
             ]
         },
@@ -104,41 +104,41 @@ USED = {"type": "tool_use", "id": "c", "name": "look", "input": {"q": SHORT}}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT, {"type": "tool_reference", "tool_name": "f"}]}
 PAPER = {"type": "document", "title": SHORT, "source": {"type": "content", "content": [TEXT]}}
 ANTHROPIC: dict[str, tuple[int, Callable[[int], Body]]] = {
-    "answers in a row": (MESSAGES, lambda n: {"messages": [said("assistant", [TEXT, USED])] * n}),
-    "texts in a row": (MESSAGES, lambda n: {"messages": [said("assistant")] * n}),
+    "answers in a row": (MESSAGES, lambda n: {"messages": [message("assistant", [TEXT, USED])] * n}),
+    "texts in a row": (MESSAGES, lambda n: {"messages": [message("assistant")] * n}),
     "thoughts in a row": (
-        MESSAGES, lambda n: {"messages": [said("assistant", [{"type": "thinking", "thinking": WORDS}])] * n},
+        MESSAGES, lambda n: {"messages": [message("assistant", [{"type": "thinking", "thinking": WORDS}])] * n},
     ),
-    "questions in a row": (MESSAGES, lambda n: {"messages": [said("user", [TEXT, TEXT])] * n}),
-    "first system messages": (MESSAGES, lambda n: {"messages": [said("system")] * n}),
-    "system messages after the user": (MESSAGES, lambda n: {"messages": [USER, *[said("system")] * (n - 1)]}),
-    "system messages between turns": (MESSAGES, lambda n: {"messages": [said("user"), said("system")] * (n // 2)}),
+    "questions in a row": (MESSAGES, lambda n: {"messages": [message("user", [TEXT, TEXT])] * n}),
+    "first system messages": (MESSAGES, lambda n: {"messages": [message("system")] * n}),
+    "system messages after the user": (MESSAGES, lambda n: {"messages": [USER, *[message("system")] * (n - 1)]}),
+    "system messages in between": (MESSAGES, lambda n: {"messages": [message("user"), message("system")] * (n // 2)}),
     "system blocks": (PARTS, lambda n: {"system": [TEXT] * n}),
-    "blocks": (PARTS, lambda n: {"messages": [said("user", [TEXT] * n)]}),
-    "calls": (PARTS, lambda n: {"messages": [said("assistant", [USED] * n)]}),
-    "results": (PARTS, lambda n: {"messages": [said("user", [RESULT] * n)]}),
-    "documents": (PARTS, lambda n: {"messages": [said("user", [PAPER] * n)]}),
+    "blocks": (PARTS, lambda n: {"messages": [message("user", [TEXT] * n)]}),
+    "calls": (PARTS, lambda n: {"messages": [message("assistant", [USED] * n)]}),
+    "results": (PARTS, lambda n: {"messages": [message("user", [RESULT] * n)]}),
+    "documents": (PARTS, lambda n: {"messages": [message("user", [PAPER] * n)]}),
     "tools": (TOOLS, lambda n: {"tools": [{"name": f"f{i}", "input_schema": SCHEMA} for i in range(n)]}),
     "a schema": (PARTS * 2, lambda n: {"tools": [{"name": "f", "input_schema": wide(n)}]}),
     "a format": (PARTS * 2, lambda n: {"output_config": {"format": {"type": "json_schema", "schema": wide(n)}}}),
 }  # fmt: skip
 THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": WORDS}]}
 ITEMS: dict[str, Body] = {
-    "answers": said("assistant"),
+    "answers": message("assistant"),
     "thoughts": THOUGHT,
     "calls": {"type": "function_call", "call_id": "c", "name": "look", "arguments": json.dumps({"q": WORDS})},
     "custom calls": {"type": "custom_tool_call", "call_id": "c", "name": "look", "input": WORDS},
     "shell calls": {"type": "local_shell_call", "call_id": "c", "action": {"command": [WORDS]}},
     "searches": {"type": "web_search_call", "action": {"query": WORDS}},
     "results": {"type": "function_call_output", "call_id": "c", "output": WORDS},
-    "questions": said("user"),
-    "developer messages": said("developer"),
+    "questions": message("user"),
+    "developer messages": message("developer"),
 }
 RESPONSES: dict[str, tuple[int, Callable[[int], Body]]] = {
     **{f"{name} in a row": (MESSAGES, lambda n, item=item: {"input": [item] * n}) for name, item in ITEMS.items()},
-    "developer messages after the user": (MESSAGES, lambda n: {"input": [USER, *[said("developer")] * (n - 1)]}),
-    "parts": (PARTS, lambda n: {"input": [said("user", [TEXT] * n)]}),
-    "output parts": (PARTS, lambda n: {"input": [said("assistant", [TEXT] * n)]}),
+    "developer messages after the user": (MESSAGES, lambda n: {"input": [USER, *[message("developer")] * (n - 1)]}),
+    "parts": (PARTS, lambda n: {"input": [message("user", [TEXT] * n)]}),
+    "output parts": (PARTS, lambda n: {"input": [message("assistant", [TEXT] * n)]}),
     "tools": (TOOLS, lambda n: {"tools": [{"type": "function", **function(i)} for i in range(n)]}),
     "a namespace": (
         PARTS,
@@ -189,9 +189,9 @@ def least_seconds(run: Callable[[bytes], object], body: bytes) -> float:
     taken = []
     for _ in range(2):
         salted = body.replace(b"SALT", b"%04d" % (next(_salts) % 10_000))
-        begun = time.process_time()
+        started = time.process_time()
         run(salted)
-        taken.append(time.process_time() - begun)
+        taken.append(time.process_time() - started)
     return min(taken)
 
 
@@ -233,7 +233,7 @@ def test_reading_references_takes_time_linear_in_their_number(store: Store) -> N
     for count in (500, 2000):
         calls = [called(number) for number in range(count)]
         start = call_start(f"call_{count}", "t1", key_id="k1")
-        memory.add_response(start, [USER, said("assistant") | {"tool_calls": calls}], previous)
+        memory.add_response(start, [USER, message("assistant") | {"tool_calls": calls}], previous)
         previous = asyncio.run(memory.find_turn(response_id(start.call_id), "k1"))
 
     def refer(count: int) -> bytes:

@@ -16,7 +16,7 @@ from tests.harness.proxy.servers import served
 from tests.proxy.test_prompts import give
 
 
-def said(role: str, content: Any) -> Any:
+def message(role: str, content: Any) -> Any:
     return {"role": role, "content": content}
 
 
@@ -28,28 +28,28 @@ def reminder(text: str) -> str:
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
-HI, YES, ON = said("user", "#say=hi"), said("assistant", "hi"), said("user", "#say=on")
-PICTURE = said("system", [{"type": "image_url", "image_url": {"url": "data:,"}}])
+HI, YES, ON = message("user", "#say=hi"), message("assistant", "hi"), message("user", "#say=on")
+PICTURE = message("system", [{"type": "image_url", "image_url": {"url": "data:,"}}])
 
 
 @pytest.mark.parametrize(
     ("given", "sent"),
     [
-        ([said("system", "a"), HI], [said("system", "a"), HI]),
-        ([said("system", parts("a", "b")), HI], [said("system", parts("a", "b")), HI]),
-        ([said("developer", "a"), HI], [said("system", "a"), HI]),
-        ([said("system", "a"), said("developer", parts("b", "c")), HI], [said("system", "a\n\nb\nc"), HI]),
-        ([HI, said("developer", "b"), ON], [said("user", f"#say=hi\n\n{reminder('b')}"), ON]),
+        ([message("system", "a"), HI], [message("system", "a"), HI]),
+        ([message("system", parts("a", "b")), HI], [message("system", parts("a", "b")), HI]),
+        ([message("developer", "a"), HI], [message("system", "a"), HI]),
+        ([message("system", "a"), message("developer", parts("b", "c")), HI], [message("system", "a\n\nb\nc"), HI]),
+        ([HI, message("developer", "b"), ON], [message("user", f"#say=hi\n\n{reminder('b')}"), ON]),
         (
-            [said("system", "a"), HI, said("system", "b"), said("developer", "c"), YES, ON],
-            [said("system", "a"), said("user", f"#say=hi\n\n{reminder('b')}\n\n{reminder('c')}"), YES, ON],
+            [message("system", "a"), HI, message("system", "b"), message("developer", "c"), YES, ON],
+            [message("system", "a"), message("user", f"#say=hi\n\n{reminder('b')}\n\n{reminder('c')}"), YES, ON],
         ),
-        ([HI, YES, said("system", "b"), ON], [HI, YES, said("user", reminder("b")), ON]),
+        ([HI, YES, message("system", "b"), ON], [HI, YES, message("user", reminder("b")), ON]),
         (
-            [said("user", parts("#say=hi")), said("system", "b")],
-            [said("user", [*parts("#say=hi"), *parts(reminder("b"))])],
+            [message("user", parts("#say=hi")), message("system", "b")],
+            [message("user", [*parts("#say=hi"), *parts(reminder("b"))])],
         ),
-        ([HI, said("system", ""), said("system", None), ON], [HI, ON]),
+        ([HI, message("system", ""), message("system", None), ON], [HI, ON]),
         ([HI, PICTURE, ON], [HI, PICTURE, ON]),
     ],
 )
@@ -61,13 +61,13 @@ def test_leading_system_messages_are_merged_and_later_ones_are_reminders(given: 
 
 MIDDLE: dict[str, Any] = {  # in each dialect: instructions, two messages of the system, the user, the system again
     "/v1/chat/completions": {
-        "messages": [said("system", "a"), said("developer", "b"), HI, said("developer", "c"), YES, ON]
+        "messages": [message("system", "a"), message("developer", "b"), HI, message("developer", "c"), YES, ON]
     },
     "/v1/responses": {
-        "instructions": "a", "input": [said("developer", "b"), HI, said("developer", "c"), YES, ON]
+        "instructions": "a", "input": [message("developer", "b"), HI, message("developer", "c"), YES, ON]
     },
     "/v1/messages": {
-        "max_tokens": 99, "system": "a", "messages": [said("system", "b"), HI, said("system", "c"), YES, ON]
+        "max_tokens": 99, "system": "a", "messages": [message("system", "b"), HI, message("system", "c"), YES, ON]
     },
 }  # fmt: skip
 
@@ -75,17 +75,21 @@ MIDDLE: dict[str, Any] = {  # in each dialect: instructions, two messages of the
 @pytest.mark.parametrize("path", MIDDLE)
 def test_vllm_gets_one_system_message_in_every_dialect(proxy: Proxy, vllm: ScriptedVllm, path: str) -> None:
     assert proxy.http.post(path, json={"model": "agent", **MIDDLE[path]}).status_code == 200
-    asked = said("user", f"#say=hi\n\n{reminder('c')}")
-    assert vllm.calls[-1]["messages"] == [said("system", "a\n\nb"), asked, YES, ON]
+    question = message("user", f"#say=hi\n\n{reminder('c')}")
+    assert vllm.calls[-1]["messages"] == [message("system", "a\n\nb"), question, YES, ON]
 
 
 def test_a_chat_is_recorded_as_the_client_sent_it_and_its_later_calls_are_exact(
     proxy: Proxy, vllm: ScriptedVllm
 ) -> None:
-    messages = [said("system", "a"), HI, said("developer", "b " * 9000)]  # a long list is read from its known beginning
+    messages = [
+        message("system", "a"),
+        HI,
+        message("developer", "b " * 9000),
+    ]  # a long list is read from its known beginning
     for text in ("#say=on", "#say=more", "#say=last"):
         answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": messages}).json()
-        messages += [answer["choices"][0]["message"], said("system", "now"), said("user", text)]
+        messages += [answer["choices"][0]["message"], message("system", "now"), message("user", text)]
     proxy.settled()
     made = proxy.store.calls.page(9)[::-1]
     assert [call.context for call in made] == ["root", "exact", "exact"]
@@ -103,7 +107,7 @@ def test_a_versions_prompt_replaces_the_first_message_and_keeps_what_follows_it(
     give(proxy, "tuned")
     body = {"model": "agent", **MIDDLE["/v1/chat/completions"]}
     assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
-    assert vllm.calls[-1]["messages"][0] == said("system", "tuned\n\nb")
+    assert vllm.calls[-1]["messages"][0] == message("system", "tuned\n\nb")
 
 
 @pytest.mark.parametrize("prompt", [None, "tuned"])
@@ -111,14 +115,14 @@ def test_answers_between_system_messages_are_spliced(store: Store, tmp_path: Pat
     with served(ScriptedScaleOut()) as url, running(url, store, tmp_path) as proxy:
         if prompt:
             give(proxy, prompt)
-        messages = [said("system", "a"), said("developer", "b"), said("user", "#think=hm #tool=search #drift")]
+        messages = [message("system", "a"), message("developer", "b"), message("user", "#think=hm #tool=search #drift")]
         for text in ("#think=so #tool=search #drift", "#say=the.end", "#say=more"):
             body = {"model": "agent", "messages": messages}
             answer = proxy.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
             calls = answer.get("tool_calls") or []
-            messages += [said("assistant", answer["content"]) | ({"tool_calls": calls} if calls else {})]
-            messages += [said("tool", text) | {"tool_call_id": call["id"]} for call in calls]
-            messages += [said("user", text), said("system", "now")]
+            messages += [message("assistant", answer["content"]) | ({"tool_calls": calls} if calls else {})]
+            messages += [message("tool", text) | {"tool_call_id": call["id"]} for call in calls]
+            messages += [message("user", text), message("system", "now")]
         proxy.settled()
         made = sorted(store.calls.page(), key=lambda call: call.started_at)
         assert [call.context for call in made] == ["root", "exact", "exact"]
