@@ -80,6 +80,7 @@ if command -v npm >/dev/null 2>&1; then begin node; fi
 for file in "$tests"/requirements/*.txt; do
     begin environment "$(basename "$file" .txt)" --requirement "$file"
 done
+begin environment openjudge --requirement plugins/openjudge/tests/openjudge.txt
 begin plugins
 status=0
 for process in $running; do
