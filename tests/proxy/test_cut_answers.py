@@ -6,18 +6,16 @@ vLLM is read strictly. Servers of `model_list` are read as OpenAI-compatible ser
 from __future__ import annotations
 
 import json
-import socket
-import struct
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from ratchet.store.records import Call
 from ratchet.store.states import CallState
-from ratchet.store.store import Store, open_store
+from ratchet.store.store import open_store
 from ratchet.trainer.rows.build_rows import why_untrainable
 from tests.harness.proxy.raw_upstream import RawUpstream, http, raw_upstream, stream
 from tests.harness.proxy.running_proxy import Proxy, running
@@ -108,34 +106,47 @@ def proxy(upstream: RawUpstream, migrated: Path, tmp_path_factory: pytest.TempPa
     store.close()
 
 
-def newest(proxy: Proxy) -> Call:
+def post(
+    proxy: Proxy, paths: Sequence[str] = DIALECTS, text: str = "hi", **fields: Any
+) -> dict[str, tuple[httpx.Response, Call]]:
+    """Send a request in each dialect, each with a prompt of its own; return the answers and the recorded calls."""
+    answers = {path: proxy.http.post(path, json=request(path, f"{path} {text}", **fields)) for path in paths}
     proxy.settled()
-    return proxy.store.calls.page(1)[0]
+    return {path: (got, proxy.store.calls.read(got.headers["x-ratchet-call"])) for path, got in answers.items()}
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+def cut_off(proxy: Proxy, call: Call) -> bool:
+    """Return whether the trajectory would be dropped as `cut_off`."""
+    return proxy.store.trajectories.ended_by_failure([call.trajectory_id]) == {call.trajectory_id}
+
+
 @pytest.mark.parametrize("case", CUTS)
 def test_an_answer_that_the_engine_cut_is_cut_off_and_its_repetition_continues_the_attempt(
-    proxy: Proxy, upstream: RawUpstream, case: str, path: str
+    proxy: Proxy, upstream: RawUpstream, case: str
 ) -> None:
-    body = request(path, f"{case} {path}", stream=not case.startswith("whole"))
-    upstream.answer = CUTS[case](path)
-    first = proxy.http.post(path, json=body)
-    call = newest(proxy)
-    assert (call.state, call.untrainable) == (CallState.FAILED, "failed")
-    assert call.error
-    assert proxy.store.trajectories.ended_by_failure([call.trajectory_id]) == {call.trajectory_id}
-    upstream.answer = http(whole(path))
-    again = proxy.http.post(path, json={**body, "stream": False})
-    assert again.status_code == 200
-    assert again.headers["x-ratchet-trajectory"] == call.trajectory_id
-    assert newest(proxy).linked_by == "resend"
-    assert proxy.store.trajectories.ended_by_failure([call.trajectory_id]) == set()
-    assert_not_complete(path, first.text)
+    streamed = not case.startswith("whole")
+    upstream.answer_to = lambda body: CUTS[case](dialect_of(body))
+    first = post(proxy, text=case, stream=streamed)
+    upstream.answer_to = None
+    for path, (got, call) in first.items():
+        assert (call.state, call.untrainable) == (CallState.FAILED, "failed"), path
+        assert call.error, path
+        assert cut_off(proxy, call), path
+        assert_not_complete(path, got.text)
+    for path, (_, call) in first.items():
+        upstream.answer = http(whole(path))
+        ((_, again),) = post(proxy, [path], text=case).values()
+        assert (again.trajectory_id, again.linked_by) == (call.trajectory_id, "resend"), path
+        assert not cut_off(proxy, call), path
+
+
+def dialect_of(body: bytes) -> str:
+    """Return the dialect whose inner call this is, as far as the answer's form depends on it."""
+    return TEXT if b'"prompt"' in body else CHAT
 
 
 def assert_not_complete(path: str, text: str) -> None:
-    """No client of a translated dialect takes the answer for a whole one; those of vLLM's own see what vLLM said."""
+    """No client of a translated dialect takes the answer for a whole one; those of vLLM's own see what vLLM sent."""
     if path in (RESPONSES, MESSAGES):
         assert '"error"' in text
         assert '"status":"completed"' not in text.replace(" ", "")[-200:]
@@ -144,58 +155,22 @@ def assert_not_complete(path: str, text: str) -> None:
         assert '"error"' in text or '"abort"' in text
 
 
-@pytest.mark.parametrize("path", DIALECTS)
-def test_a_reset_in_mid_stream_is_a_cut(migrated: Path, store: Store, tmp_path: Path, path: str) -> None:
-    with resetting(unfinished(chunk(choice(path, "abc")))) as url, running(url, store, tmp_path) as own:
-        own.http.post(path, json=request(path, stream=True))
-        call = newest(own)
-        assert (call.state, call.status) == (CallState.FAILED, 200)
-        assert own.store.trajectories.ended_by_failure([call.trajectory_id]) == {call.trajectory_id}
+def test_a_reset_in_mid_stream_is_a_cut(proxy: Proxy, upstream: RawUpstream) -> None:
+    upstream.resets, upstream.answer_to = True, lambda body: unfinished(chunk(choice(dialect_of(body), "abc")))
+    found = post(proxy, stream=True, text="reset")
+    upstream.resets, upstream.answer_to = False, None
+    for path, (_, call) in found.items():
+        assert (call.state, call.status, cut_off(proxy, call)) == (CallState.FAILED, 200, True), path
 
 
-class resetting:
-    """A server that answers GET as vLLM does, and resets each POST's connection after `answer`."""
-
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-        self._listener = socket.create_server(("127.0.0.1", 0))
-
-    def __enter__(self) -> str:
-        threading.Thread(target=self._serve, daemon=True).start()
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
-
-    def _serve(self) -> None:
-        models = json.dumps({"data": [{"id": "base", "object": "model", "parent": None}]}).encode()
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            with client:
-                if client.recv(2**16).startswith(b"GET"):
-                    client.sendall(http(models, headers=b"connection: close\r\n"))
-                    continue
-                client.sendall(self._answer)
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-@pytest.mark.parametrize("path", DIALECTS)
-def test_a_plain_503_after_a_keep_alive_comment_is_a_failure(start: Callable[..., Proxy], path: str) -> None:
+def test_a_plain_503_after_a_keep_alive_comment_is_a_failure(start: Callable[..., Proxy]) -> None:
     own = start(keep_alive_seconds=0.05)
-    if path == TEXT:
-        body = request(path, "#wait=0.3 #status=503", stream=True)
-    else:
-        body = request(path, "#wait=0.3 #status=503", stream=True)
-    got = own.http.post(path, json=body)
-    assert got.status_code == 200
-    assert "scripted failure" in got.text
-    call = newest(own)
-    assert (call.state, call.status, call.error) == (CallState.FAILED, 200, "scripted failure")
-    again = own.http.post(path, json=body)
-    assert again.headers["x-ratchet-trajectory"] == call.trajectory_id
+    first = post(own, text="#wait=0.3 #status=503", stream=True)
+    for path, (got, call) in first.items():
+        assert (got.status_code, call.status, call.state) == (200, 200, CallState.FAILED), path
+        assert (call.error, "scripted failure" in got.text) == ("scripted failure", True), path
+    for path, (_, call) in post(own, text="#wait=0.3 #status=503", stream=True).items():
+        assert call.trajectory_id == first[path][1].trajectory_id
 
 
 @pytest.mark.parametrize(("status", "state"), [(400, "refused"), (404, "refused"), (429, "failed"), (503, "failed")])
@@ -203,14 +178,12 @@ def test_a_request_that_would_be_refused_again_is_not_expected_again(
     proxy: Proxy, upstream: RawUpstream, status: int, state: str
 ) -> None:
     upstream.answer = http(b'{"error":{"message":"no","code":%d}}' % status, status)
-    body = request(CHAT, f"refused {status}")
-    first = proxy.http.post(CHAT, json=body)
-    call = newest(proxy)
+    ((first, call),) = post(proxy, [CHAT], text=f"refused {status}").values()
     assert (first.status_code, str(call.state), call.untrainable) == (status, state, state)
-    is_cut = proxy.store.trajectories.ended_by_failure([call.trajectory_id]) == {call.trajectory_id}
+    is_cut = cut_off(proxy, call)
     upstream.answer = http(whole(CHAT))
-    again = proxy.http.post(CHAT, json=body).headers["x-ratchet-trajectory"]
-    assert (is_cut, again == call.trajectory_id) == ((state == "failed"),) * 2
+    ((_, again),) = post(proxy, [CHAT], text=f"refused {status}").values()
+    assert (is_cut, again.trajectory_id == call.trajectory_id) == ((state == "failed"),) * 2
 
 
 # What was sampled, and why it is not trained.
@@ -225,24 +198,27 @@ INCONSISTENT: dict[str, tuple[Callable[[str], tuple[bytes, ...]], str]] = {
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("case", INCONSISTENT)
 def test_an_inconsistent_answer_is_answered_and_not_trained_with_the_reason(
-    proxy: Proxy, upstream: RawUpstream, case: str, path: str, streamed: bool
+    proxy: Proxy, upstream: RawUpstream, case: str, streamed: bool
 ) -> None:
     events, reason = INCONSISTENT[case]
-    if streamed:
-        upstream.answer = stream(*events(path))
-    else:
-        counts = [json.loads(event).get("usage") for event in events(path)][-1]
-        body = json.loads(whole(path, logprob=0.25 if "logprob" in case else -0.1))
-        upstream.answer = http(json.dumps(body | {"usage": counts}).encode())
-    got = proxy.http.post(path, json=request(path, stream=streamed))
-    assert got.status_code == 200
-    call = newest(proxy)
-    assert (call.state, call.untrainable) == (CallState.ANSWERED, reason)
-    assert why_untrainable(call, call.choices[0]) == reason
-    assert call.completion_tokens == (4 if case.startswith("fewer ids") else 3)
+
+    def answer(body: bytes) -> bytes:
+        path = dialect_of(body)
+        if streamed:
+            return stream(*events(path))
+        counts = json.loads(events(path)[-1]).get("usage")
+        complete = json.loads(whole(path, logprob=0.25 if "logprob" in case else -0.1))
+        return http(json.dumps(complete | {"usage": counts}).encode())
+
+    upstream.answer_to = answer
+    found = post(proxy, stream=streamed)
+    upstream.answer_to = None
+    for path, (got, call) in found.items():
+        assert (got.status_code, call.state, call.untrainable) == (200, CallState.ANSWERED, reason), path
+        assert why_untrainable(call, call.choices[0]) == reason
+        assert call.completion_tokens == (4 if case.startswith("fewer ids") else 3)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -251,90 +227,60 @@ def test_a_logprob_that_is_no_number_lets_no_unrequested_field_through(
 ) -> None:
     events = [chunk(choice(path, letter, logprob=None)) for letter in "abc"]
     upstream.answer = stream(*events, chunk(choice(path, "d", "stop")), usage(2, 4))
-    got = proxy.http.post(path, json=request(path, stream=True))
+    ((got, call),) = post(proxy, [path], stream=True).values()
     chunks = [json.loads(line[6:]) for line in got.text.split("\n\n")[:-2]]
     assert {one["model"] for one in chunks} == {"agent@0"}
     for one in chunks:
         assert one["prompt_token_ids"] is None
         assert (one["choices"][0]["token_ids"], one["choices"][0]["logprobs"]) == (None, None)
-    call = newest(proxy)
     assert call.state is CallState.ANSWERED
     assert call.untrainable in ("invalid_logprobs", "length_mismatch")
 
 
-@pytest.mark.parametrize("path", DIALECTS)
 def test_a_call_that_vllm_refuses_for_the_logprobs_that_the_proxy_adds_is_answered_without_them(
-    migrated: Path, store: Store, tmp_path: Path, path: str
+    proxy: Proxy, upstream: RawUpstream
 ) -> None:
     refusal = b'{"error":{"message":"Out of range float values are not JSON compliant: nan","code":400}}'
-    bodies: list[Json] = []
+    sent: list[bytes] = []
 
-    def answer(body: Json) -> bytes:
-        if "hi" in json.dumps(body):  # not the proxy's own question
-            bodies.append(body)
-        return http(refusal, 400) if "logprobs" in body else http(whole(path, logprobs=None))
+    def answer(body: bytes) -> bytes:
+        sent.append(body)
+        return http(refusal, 400) if b"logprobs" in body else http(whole(dialect_of(body), logprobs=None))
 
-    with answering(answer) as url, running(url, store, tmp_path) as own:
-        assert own.http.post(path, json=request(path)).status_code == 200
-        call = newest(own)
-        assert (call.state, call.untrainable) == (CallState.ANSWERED, "no_logprobs")
-        wanted = {"logprobs": 1 if path == TEXT else True}
-        if path in (CHAT, TEXT):
-            assert own.http.post(path, json=request(path) | wanted).status_code == 400
-        assert len(bodies) == (3 if path in (CHAT, TEXT) else 2)
-
-
-class answering(resetting):
-    """A server that answers each POST by a function of its body."""
-
-    def __init__(self, answer: Callable[[Json], bytes]) -> None:
-        super().__init__(b"")
-        self._by_body = answer
-
-    def _serve(self) -> None:
-        models = json.dumps({"data": [{"id": "base", "object": "model", "parent": None}]}).encode()
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            with client, client.makefile("rb") as lines:
-                first, length = lines.readline(), 0
-                while (line := lines.readline()).strip():
-                    if line.lower().startswith(b"content-length:"):
-                        length = int(line.partition(b":")[2])
-                body = lines.read(length)
-                found = self._by_body(json.loads(body)) if b"/completions" in first else http(models)
-                client.sendall(found.replace(b"\r\n", b"\r\nconnection: close\r\n", 1))
+    upstream.answer_to = answer
+    found = post(proxy)
+    assert len(sent) == 2 * len(DIALECTS)
+    for got, call in found.values():
+        assert (got.status_code, call.state, call.untrainable) == (200, CallState.ANSWERED, "no_logprobs")
+    wanted = {path: post(proxy, [path], logprobs=1 if path == TEXT else True)[path] for path in (CHAT, TEXT)}
+    upstream.answer_to = None
+    assert [(got.status_code, str(call.state)) for got, call in wanted.values()] == [(400, "refused")] * 2
+    assert len(sent) == 2 * len(DIALECTS) + 2
 
 
 # --- what answers a stream or a call with something else ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("body", [b"<html>busy</html>", b'{"detail": "busy"}', b" \n[1]", whole(CHAT)])
 def test_html_or_json_in_answer_to_a_stream_is_a_502_before_the_head(
-    proxy: Proxy, upstream: RawUpstream, path: str, body: bytes
+    proxy: Proxy, upstream: RawUpstream, body: bytes
 ) -> None:
     upstream.answer = http(body)
-    got = proxy.http.post(path, json=request(path, stream=True))
-    assert (got.status_code, got.headers["content-type"]) == (502, "application/json")
-    assert newest(proxy).state is CallState.FAILED
+    for path, (got, call) in post(proxy, stream=True).items():
+        assert (got.status_code, got.headers["content-type"]) == (502, "application/json"), path
+        assert call.state is CallState.FAILED
 
 
-@pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("code", "status"), [(503, 503), ("429", 429), ("overloaded", 502), (None, 502)])
 def test_an_error_object_with_status_200_keeps_its_message_and_code(
-    proxy: Proxy, upstream: RawUpstream, path: str, streamed: bool, code: Any, status: int
+    proxy: Proxy, upstream: RawUpstream, streamed: bool, code: Any, status: int
 ) -> None:
     upstream.answer = http(json.dumps({"error": {"message": "overloaded", "code": code, "type": "x"}}).encode())
-    got = proxy.http.post(path, json=request(path, stream=streamed))
-    assert (got.status_code, got.json()["error"]["message"]) == (status, "overloaded")
-    if path != MESSAGES:
-        assert got.json()["error"]["code"] == code
-    call = newest(proxy)
-    assert (call.state, call.status, call.error) == (CallState.FAILED, status, "overloaded")
+    for path, (got, call) in post(proxy, stream=streamed).items():
+        assert (got.status_code, got.json()["error"]["message"]) == (status, "overloaded"), path
+        assert path == MESSAGES or got.json()["error"]["code"] == code
+        assert (call.state, call.status, call.error) == (CallState.FAILED, status, "overloaded")
 
 
 # --- servers of model_list ----------------------------------------------------------------------------------------
@@ -363,45 +309,38 @@ SHAPES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+CHATS = (CHAT, RESPONSES, MESSAGES)
+
+
 @pytest.mark.parametrize("case", SHAPES)
-def test_servers_of_model_list_are_read_leniently(proxy: Proxy, upstream: RawUpstream, case: str, path: str) -> None:
+def test_servers_of_model_list_are_read_leniently_and_vllm_strictly(
+    proxy: Proxy, upstream: RawUpstream, case: str
+) -> None:
     upstream.answer = SHAPES[case]
-    got = proxy.http.post(path, json=request(path, stream=True) | {"model": "judge"})
-    assert text_of(path, got.text) == "abc"
-    assert not any(line.startswith(('data: {"error"', "event: error")) for line in got.text.splitlines())
-    assert {CHAT: "data: [DONE]", RESPONSES: "response.completed", MESSAGES: "message_stop"}[path] in got.text
-    call = newest(proxy)
-    assert (call.state, call.untrainable) == (CallState.ANSWERED, "other_model")
+    ends = {CHAT: "data: [DONE]", RESPONSES: "response.completed", MESSAGES: "message_stop"}
+    for path, (got, call) in post(proxy, CHATS, stream=True, model="judge").items():
+        assert text_of(path, got.text) == "abc", path
+        assert not any(line.startswith(('data: {"error"', "event: error")) for line in got.text.splitlines())
+        assert ends[path] in got.text
+        assert (call.state, call.untrainable) == (CallState.ANSWERED, "other_model")
+    states = {path: call.state for path, (_, call) in post(proxy, CHATS, stream=True).items()}
+    assert states == dict.fromkeys(CHATS, CallState.FAILED)
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("fields", [{"error": None}, {}])
-def test_an_answer_without_an_index_is_read_too(proxy: Proxy, upstream: RawUpstream, path: str, fields: Json) -> None:
+def test_an_answer_without_an_index_is_read_too(proxy: Proxy, upstream: RawUpstream, fields: Json) -> None:
     message = {"message": {"role": "assistant", "content": "abc"}, "finish_reason": "stop"}
     upstream.answer = http(bare(message, **fields))
-    got = proxy.http.post(path, json=request(path) | {"model": "judge"})
-    assert (got.status_code, "abc" in got.text) == (200, True)
-    assert newest(proxy).state is CallState.ANSWERED
+    for path, (got, call) in post(proxy, CHATS, model="judge").items():
+        assert (got.status_code, "abc" in got.text, call.state) == (200, True, CallState.ANSWERED), path
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-@pytest.mark.parametrize("case", SHAPES)
-def test_vllm_is_read_strictly(proxy: Proxy, upstream: RawUpstream, case: str, path: str) -> None:
-    upstream.answer = SHAPES[case]
-    proxy.http.post(path, json=request(path, stream=True))
-    assert newest(proxy).state is CallState.FAILED
-
-
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("answer", [unfinished(bare(part("abc"))), stream(bare(part("abc", finish_reason="abort")))])
-def test_an_answer_that_another_server_cut_is_a_failure_too(
-    proxy: Proxy, upstream: RawUpstream, answer: bytes, path: str
-) -> None:
+def test_an_answer_that_another_server_cut_is_a_failure_too(proxy: Proxy, upstream: RawUpstream, answer: bytes) -> None:
     upstream.answer = answer
-    got = proxy.http.post(path, json=request(path, stream=True) | {"model": "judge"})
-    assert newest(proxy).state is CallState.FAILED
-    assert_not_complete(path, got.text)
+    for path, (got, call) in post(proxy, CHATS, stream=True, model="judge").items():
+        assert call.state is CallState.FAILED
+        assert_not_complete(path, got.text)
 
 
 def text_of(path: str, events: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 MODELS = {"object": "list", "data": [{"id": "base", "object": "model", "parent": None, "max_model_len": 4096}]}
 
@@ -25,11 +27,16 @@ def stream(*events: bytes) -> bytes:
 
 
 class RawUpstream:
-    """The server. `answer` is sent to the next POST; then the connection is closed unless `keeps` is set."""
+    """The server. `answer` is sent to the next POST; then the connection is closed unless `keeps` is set.
+
+    If `resets` is set it is reset instead. `answer_to` gives another answer to a body.
+    """
 
     def __init__(self) -> None:
         self.answer = b""
+        self.answer_to: Callable[[bytes], bytes] | None = None
         self.keeps = False
+        self.resets = False
         self.posts = 0
         self._talks: set[asyncio.Task[None]] = set()
         self.url = ""
@@ -43,13 +50,16 @@ class RawUpstream:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 length = head.partition(b"content-length:")[2].split(b"\r\n")[0]
-                await reader.readexactly(int(length or b"0"))
+                body = await reader.readexactly(int(length or b"0"))
                 if head.startswith(b"post"):
                     self.posts += head.startswith(b"post /v1/chat/completions http")  # not the proxy's own questions
-                    writer.write(self.answer)
+                    writer.write(self.answer_to(body) if self.answer_to else self.answer)
                     await writer.drain()
                     if self.keeps:
                         continue
+                    if self.resets:
+                        at_once = struct.pack("ii", 1, 0)
+                        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
                     break
                 writer.write(http(json.dumps(MODELS).encode()))
         writer.close()
