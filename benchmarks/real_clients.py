@@ -42,7 +42,7 @@ POLICY = Path(__file__).parents[1] / "ratchet" / "demo" / "email_search" / "poli
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ratchet" / "clients"
 ANSWER = "The three numbers add up to forty two"
 SAY = f"#say={ANSWER.replace(' ', '.')}"
-SECONDS = 240  # for one run of a tool
+SECONDS = 600  # for one run of a tool
 QUIET = {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "CI": "1", "TERM": "dumb"}
 
 
@@ -74,13 +74,16 @@ Command = Sequence[str | Path]
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool. `start` configures it and returns a command per run; `calls`: of each trajectory, the least."""
+    """A tool. `start` configures it and returns a command per run; `calls`: how many each trajectory has, ascending.
+
+    `prints`: what the output of each run holds, on one line.
+    """
 
     name: str
     packages: tuple[str, ...]  # with versions; empty: this environment has it
     start: Callable[[Place], list[Command]]
-    trajectories: int
-    calls: int
+    calls: tuple[int, ...]
+    prints: str
     engine: Literal["scripted", "vllm-cpu"] = "scripted"
     source: Literal["pip", "npm"] = "pip"
 
@@ -121,7 +124,7 @@ def qwen_code(place: Place) -> list[Command]:
 
 def mini_swe_agent(place: Place) -> list[Command]:
     """Two tasks; the agent ends by a line that its tool prints."""
-    place.environment |= {"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true"}
+    place.environment.update(MSWEA_COST_TRACKING="ignore_errors", MSWEA_CONFIGURED="true")
     done = '#tool=bash #args={"command":"cat.end"}'
     place.write("note", done)
     place.write("end", f"COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n{ANSWER}\n")
@@ -130,11 +133,11 @@ def mini_swe_agent(place: Place) -> list[Command]:
 
 
 def aider(place: Place) -> list[Command]:
-    """Two tasks in architect mode: the editor's prompt has the architect's answer only."""
+    """Two tasks in architect mode. The editor's prompt has the architect's answer only, so no two may be the same."""
     run = [place.programs / "aider", "--model", f"openai/{place.model}", "--architect", "--yes-always", "--no-git",
            "--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--no-detect-urls", "--no-stream",
            "--message"]  # fmt: skip
-    return [[*run, f"Task {number}: add them up. {SAY}", "note"] for number in (1, 2)]
+    return [[*run, f"Task {number}: add them up. {SAY}.in.task.{number}", "note"] for number in (1, 2)]
 
 
 INSPECT_TASK = """
@@ -167,7 +170,7 @@ def inspect_ai(place: Place) -> list[Command]:
     tasks = [place.task(number, "look", {"name": "note"}) for number in (1, 2)]
     place.write("numbers.py", INSPECT_TASK.format(answer=ANSWER, tasks=tasks))
     run = [place.programs / "inspect", "eval", "numbers.py", "--display", "plain", "--log-format", "json"]
-    place.environment |= {"RATCHET_API_KEY": "k", "RATCHET_BASE_URL": f"{place.url}/v1"}
+    place.environment.update(RATCHET_API_KEY="k", RATCHET_BASE_URL=f"{place.url}/v1")
     models = f"openai/{place.model}", f"openai-api/ratchet/{place.model}"
     return [[*run, "--model", model] for model in models]
 
@@ -224,16 +227,17 @@ def bench_serve(place: Place) -> list[Command]:
 
 
 TOOLS = (
-    Tool("codex", ("@openai/codex@0.171.0",), codex, trajectories=2, calls=2, source="npm"),
-    Tool("opencode", ("opencode-ai@1.18.33",), opencode, trajectories=2, calls=3, source="npm"),
-    Tool("qwen-code", ("@qwen-code/qwen-code@0.15.10",), qwen_code, trajectories=2, calls=2, source="npm"),
-    Tool("mini-swe-agent", ("mini-swe-agent==2.4.6",), mini_swe_agent, trajectories=2, calls=2),
-    Tool("aider", ("aider-chat==0.86.2",), aider, trajectories=2, calls=2),
-    Tool("inspect-ai", ("inspect-ai==0.3.285", "openai==3.57.0"), inspect_ai, trajectories=4, calls=2),
+    Tool("codex", ("@openai/codex@0.171.0",), codex, (2, 3), ANSWER, source="npm"),
+    Tool("opencode", ("opencode-ai@1.18.33",), opencode, (3, 3), ANSWER, source="npm"),
+    Tool("qwen-code", ("@qwen-code/qwen-code@0.15.10",), qwen_code, (2, 2), ANSWER, source="npm"),
+    Tool("mini-swe-agent", ("mini-swe-agent==2.4.6",), mini_swe_agent, (2, 2), ANSWER),
+    Tool("aider", ("aider-chat==0.86.2",), aider, (2, 2), ANSWER),
+    # The single call is a probe of its own, which asks nothing of the samples.
+    Tool("inspect-ai", ("inspect-ai==0.3.285", "openai==3.57.0"), inspect_ai, (1, 2, 2, 2, 2), "accuracy 1.000"),
     # First of its engine: it takes the first model of the list.
-    Tool("vllm-bench-serve", (), bench_serve, trajectories=8, calls=1, engine="vllm-cpu"),
-    Tool("guidellm", ("guidellm==0.8.1", "torch==2.13.0"), guidellm, trajectories=4, calls=1, engine="vllm-cpu"),
-    Tool("lm-eval", ("lm-eval[api]==0.4.13",), lm_eval, trajectories=6, calls=1, engine="vllm-cpu"),
+    Tool("vllm-bench-serve", (), bench_serve, (1,) * 8, "Successful requests: 8", "vllm-cpu"),
+    Tool("guidellm", ("guidellm==0.8.1", "torch==2.13.0"), guidellm, (1,) * 4, "", "vllm-cpu"),
+    Tool("lm-eval", ("lm-eval[api]==0.4.13",), lm_eval, (1,) * 6, "", "vllm-cpu"),
 )
 
 
@@ -280,15 +284,15 @@ def use(tool: Tool, url: str, folder: Path, store: str) -> Result:
     problems, started = [], time.monotonic()
     for command in commands:
         done = _run(command, folder, environment)
-        if done.returncode or (tool.engine == "scripted" and ANSWER not in done.stdout):
+        if done.returncode or tool.prints not in " ".join(done.stdout.split()):
             problems.append(f"run {commands.index(command) + 1} ended with {done.returncode}: {done.stdout[-1500:]}")
     seconds = time.monotonic() - started
     eventually(lambda: httpx.get(f"{url}/health/backlog").json()["unshipped_records"] == 0, 30)
     with closing(open_store(store)) as opened:
         own = [run.id for run in opened.trajectories.page(1000) if run.alias == tool.name]
         calls = tuple(opened.trajectories.read(one).calls for one in reversed(own))
-    if len(calls) != tool.trajectories or min(map(len, calls), default=0) < tool.calls:
-        problems.append(f"{list(map(len, calls))} calls by trajectory, not {tool.trajectories} of {tool.calls} or more")
+    if tuple(sorted(map(len, calls))) != tool.calls:
+        problems.append(f"{sorted(map(len, calls))} calls by trajectory, not {list(tool.calls)}")
     unanswered = [call for found in calls for call in found if call.state != "answered"]
     problems += [f"call {call.id} {call.state}: {call.error}" for call in unanswered]
     return Result(tool, len(commands), calls, seconds, tuple(problems))
@@ -333,7 +337,7 @@ def row(result: Result) -> str:
     links = Counter(str(call.linked_by) for call in calls if call.linked_by != "root")
     return " | ".join(
         ("", result.tool.name, " ".join(result.tool.packages) or "this environment's", result.tool.engine,
-         str(result.runs), f"{len(result.calls)} of {result.tool.trajectories}",
+         str(result.runs), f"{len(result.calls)} of {len(result.tool.calls)}",
          " ".join(str(len(found)) for found in result.calls), " ".join(f"{n} {name}" for name, n in contexts.items()),
          " ".join(f"{n} {name}" for name, n in links.items()), f"{result.seconds:.0f}",
          "FAILED" if result.problems else "passed", "")
