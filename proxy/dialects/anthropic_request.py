@@ -110,7 +110,8 @@ def _add(turns: ChatMessages, message: Json) -> None:
     elif role == "user":
         _add_turn(turns, _blocks(content))
     elif role == "system":
-        if parts := [_part(block, role) for block in _system_blocks(_blocks(content))]:
+        texts = [block for block in _system_blocks(_blocks(content)) if block["type"] not in anthropic_tools.CHANGES]
+        if parts := [_part(block, role) for block in texts]:
             turns.add({"role": role, "content": inner_request.joined(parts, "\n")})
     else:
         raise BadRequest(f"messages: a role must be user, assistant or system, not {role!r}", param="messages")
@@ -236,7 +237,7 @@ def _add_turn(turns: ChatMessages, blocks: Sequence[Json]) -> None:
 
 
 def _tools(body: Json) -> list[Json]:
-    return anthropic_tools.functions(list(body.get("tools") or ()))
+    return anthropic_tools.functions(body.get("tools") or (), body["messages"])
 
 
 def _tool_choice(choice: Json) -> Any:

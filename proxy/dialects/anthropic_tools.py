@@ -7,6 +7,7 @@ that need screenshots (computer, browser) are rejected.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ratchet.proxy.dialects import inner_request
@@ -28,22 +29,50 @@ _INSERTED: Json = {"insert_text": {**_TEXT, "description": "for insert"}}
 _REFUSED = ("computer", "browser")
 
 
-def functions(tools: list[Json]) -> list[Json]:
-    """Return the tools that the model may call in the chat format. Raises BadRequest."""
+CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
+
+
+def functions(tools: Sequence[Json], messages: Sequence[Json]) -> list[Json]:
+    """Return the tools that the model may call after these messages, in the chat format. Raises BadRequest."""
     chat_tools = []
-    for place, tool in enumerate(tools):
-        try:
+    for place, tool in enumerate(_after(tools, messages)):
+        with inner_request.named(f"tools.{place}"):
             function = _function(tool)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise inner_request.unreadable(f"tools.{place}", error) from error
         chat_tools += [function] if function else []
     return chat_tools
+
+
+def _after(tools: Sequence[Json], messages: Sequence[Json]) -> Sequence[Json]:
+    """Return the tools after the blocks that add and remove some, as vLLM does. Raises BadRequest."""
+    known: dict[str, Json] = {}
+    removed: set[str] = set()
+    for place, message in enumerate(messages):
+        with inner_request.named(f"messages.{place}"):
+            blocks = message["content"] if message["role"] == "system" else ()
+            for block in () if isinstance(blocks, str) else blocks:
+                if block["type"] in CHANGES:
+                    known = known or {tool["name"]: tool for tool in tools}
+                    _change(known, removed, block["type"], block["tool"])
+    return [tool for name, tool in known.items() if name not in removed] if known else tools
+
+
+def _change(known: dict[str, Json], removed: set[str], kind: str, named: Json) -> None:
+    tool = named.get("definition")
+    name = tool["name"] if tool else named["name"]
+    if not tool and name not in known:
+        raise BadRequest(f"messages: a {kind} block names {name!r}, which is not in tools", param="messages")
+    if kind == "tool_addition":
+        known[name] = tool or {**known[name], "defer_loading": None}
+        removed.discard(name)
+    else:
+        removed.add(name)
 
 
 def _function(tool: Json) -> Json | None:
     kind = tool.get("type") or "custom"
     if kind == "custom":
-        return inner_request.function(tool["name"], tool.get("description"), tool["input_schema"], tool.get("strict"))
+        schema, deferred = tool["input_schema"], tool.get("defer_loading")
+        return inner_request.function(tool["name"], tool.get("description"), schema, tool.get("strict"), deferred)
     if kind.startswith(_REFUSED):
         raise BadRequest(f"tools: a tool of the type {kind} is not supported", param="tools")
     if kind.startswith("bash_"):

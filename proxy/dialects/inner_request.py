@@ -103,9 +103,10 @@ def image(url: str, detail: str | None = None) -> Json:
     return {"type": "image_url", "image_url": {"url": url, **({"detail": detail} if detail else {})}}
 
 
-def function(name: str, description: str | None, parameters: Any, strict: Any) -> Json:
+def function(name: str, description: str | None, parameters: Any, strict: Any, defer_loading: Any = None) -> Json:
     """Return a tool in the chat format."""
     given = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    given["defer_loading"] = defer_loading  # for the chat template
     return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 

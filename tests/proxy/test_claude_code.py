@@ -131,3 +131,25 @@ def test_tools_that_a_tool_search_found_are_text_in_its_result(proxy: Proxy, vll
     assert ask(proxy, path, messages=history).status_code == 200
     result = {"role": "tool", "tool_call_id": "t1", "content": "tool_reference: send\ntool_reference: read"}
     assert vllm.calls[-1]["messages"][2:] == [result]
+
+
+def test_tools_that_a_system_message_adds_or_removes_are_added_or_removed(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    schema = {"type": "object"}
+    tools = [{"name": name, "input_schema": schema, "defer_loading": name != "bash"} for name in ("bash", "a", "b")]
+
+    def change(kind: str, **tool: Any) -> Any:
+        return {"type": kind, "tool": tool}
+
+    changes = [
+        change("tool_addition", type="tool_reference", name="a"),
+        change("tool_removal", type="tool_reference", name="bash"),
+        change("tool_addition", type="tool_definition", definition={"name": "c", "input_schema": schema}),
+    ]
+    answer = ask(proxy, tools=tools, messages=[USER, {"role": "system", "content": changes}])
+    assert answer.status_code == 200
+    assert vllm.calls[-1]["messages"] == [USER]
+    offered = {tool["function"]["name"]: tool["function"].get("defer_loading") for tool in vllm.calls[-1]["tools"]}
+    assert offered == {"a": None, "b": True, "c": None}
+    unknown = [{"role": "system", "content": [change("tool_removal", type="tool_reference", name="x")]}]
+    refused = ask(proxy, tools=tools, messages=[USER, *unknown])
+    assert (refused.status_code, "'x'" in refused.json()["error"]["message"]) == (400, True)

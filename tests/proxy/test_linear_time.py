@@ -60,6 +60,10 @@ def function(number: int) -> Body:
     return {"name": f"f{number}", "description": SHORT, "parameters": SCHEMA}
 
 
+def removal(number: int) -> Body:
+    return {"type": "tool_removal", "tool": {"type": "tool_reference", "name": f"f{number}"}}
+
+
 def wide(count: int) -> Body:
     return {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(count)}}
 
@@ -119,6 +123,13 @@ ANTHROPIC: dict[str, tuple[int, Callable[[int], Body]]] = {
     "results": (PARTS, lambda n: {"messages": [message("user", [RESULT] * n)]}),
     "documents": (PARTS, lambda n: {"messages": [message("user", [PAPER] * n)]}),
     "tools": (TOOLS, lambda n: {"tools": [{"name": f"f{i}", "input_schema": SCHEMA} for i in range(n)]}),
+    "changes of tools": (
+        MESSAGES,
+        lambda n: {
+            "tools": [{"name": f"f{i}", "input_schema": {}} for i in range(n // 10)],
+            "messages": [USER, *(message("system", [removal(i // 10)]) for i in range(n - 1))],
+        },
+    ),
     "a schema": (PARTS * 2, lambda n: {"tools": [{"name": "f", "input_schema": wide(n)}]}),
     "a format": (PARTS * 2, lambda n: {"output_config": {"format": {"type": "json_schema", "schema": wide(n)}}}),
 }  # fmt: skip
