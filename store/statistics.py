@@ -100,6 +100,16 @@ def squared_error(sums: Sums, spread: float) -> float:
     return squares / sums.count / sums.count
 
 
+def wilson(successes: float, count: int) -> tuple[float, float]:
+    """Return the 95% Wilson score interval of a share (Wilson 1927); (0, 1) without data."""
+    if not count:
+        return 0.0, 1.0
+    z, share = 1.959964, successes / count
+    middle, scale = share + z * z / (2 * count), 1 + z * z / count
+    reach = z * math.sqrt((share * (1 - share) + z * z / (4 * count)) / count)
+    return max(0.0, (middle - reach) / scale), min(1.0, (middle + reach) / scale)
+
+
 def nearest_rank(ordered: Sequence[float], share: float) -> float:
     """Return a percentile of ascending values: the smallest that at least this share of them does not exceed."""
     return ordered[max(1, math.ceil(share * len(ordered))) - 1]

@@ -18,6 +18,7 @@ from ratchet.demo.reviews.tasks import LABELS
 from ratchet.output.files import pyplot
 from ratchet.store.records import Call, Round
 from ratchet.store.states import CallState, PolicyState, RoundState
+from ratchet.store.statistics import wilson
 from ratchet.store.store import Store
 
 RESULT = "result.json"
@@ -93,8 +94,9 @@ def read_evaluation(folder: Path, name: str) -> dict[str, Any]:
     `greedy_success` is of one attempt per task; `behaviour` and the means are of the attempts at temperature 1.
     """
     rows, greedy_rows = (read_rows(folder / f"{name}_{how}.jsonl") for how in ("sampled", "greedy"))
-    low, high = wilson(rows)
-    greedy_low, greedy_high = wilson(greedy_rows)
+    (low, high), (greedy_low, greedy_high) = (
+        wilson(sum(row["success"] for row in found), len(found)) for found in (rows, greedy_rows)
+    )
     kinds = {kind: [row for row in rows if row["task_id"].startswith(kind)] for kind in (NEW_NAMES, TWO_HOPS, *LABELS)}
     return {
         "model": " ".join(sorted({model for row in rows for model in row["models"]})),
@@ -142,17 +144,6 @@ def _sequence(row: Row) -> str:
     if not row["tools"] and row["end"] == "answer":
         return str(row["answer"])
     return " > ".join([*row["tools"], *([] if row["end"] == "answer" else [f"({row['end']})"])])
-
-
-def wilson(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the 95% Wilson score interval of the share of successes (Wilson 1927); (0, 1) without rows."""
-    count, z = len(rows), 1.959964
-    if not count:
-        return 0.0, 1.0
-    share, scale = sum(row["success"] for row in rows) / count, 1 + z * z / count
-    middle = (share + z * z / (2 * count)) / scale
-    reach = z / scale * ((share * (1 - share) + z * z / (4 * count)) / count) ** 0.5
-    return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
 def _all_calls(store: Store) -> Iterator[Call]:

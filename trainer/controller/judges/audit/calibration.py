@@ -14,8 +14,7 @@ from itertools import combinations
 from statistics import variance
 
 from ratchet.store.records import Verdict
-
-_Z = 1.96  # 95%
+from ratchet.store.statistics import wilson
 
 Scores = Mapping[str, float]  # by trajectory
 
@@ -27,7 +26,8 @@ class Calibration:
     trajectories, groups  scored by truth and judge
     failures              failed verdicts of the judge, over both orders
     pairs                 within groups, with different true scores
-    agreement, low, high  share of the pairs that the judge orders correctly, 95% Wilson interval; None without pairs
+    agreement, low, high  share of the pairs that the judge orders correctly, 95% Wilson interval (slightly narrow,
+                          because the pairs of a group are dependent); None without pairs
     tau                   Kendall's tau-b over all pairs within groups; None if either has only ties
     swapped               share of the judge's untied pairs whose order is reversed in the other presentation
     moved                 mean |score - score in the other order|
@@ -75,7 +75,7 @@ def calibrate(groups: Sequence[CalibrationGroup]) -> Calibration:
     untied = [(a, b) for a, b in ordered if a]
     hits = sum(1.0 if a * b > 0 else 0.5 if b == 0 else 0.0 for a, b in untied)
     agreement = hits / len(untied) if untied else None
-    low, high = _wilson(hits, len(untied)) if untied else (None, None)
+    low, high = wilson(hits, len(untied)) if untied else (None, None)
     pairs_both_orders = [(a, b) for _, first, reverse in scored for a, b in _pairs(first, reverse) if a]
     changes = [abs(first[name] - reverse[name]) for _, first, reverse in scored for name in first]
     return Calibration(
@@ -154,12 +154,3 @@ def _gap(scored: Sequence[tuple[Scores, Scores, Scores]]) -> float | None:
         above += [first[name] for name, value in truth.items() if value > mean]
         below += [first[name] for name, value in truth.items() if value < mean]
     return sum(above) / len(above) - sum(below) / len(below) if above and below else None
-
-
-def _wilson(hits: float, count: int) -> tuple[float, float]:
-    """Return the Wilson interval of a share. It is slightly narrow, because the pairs of a group are dependent."""
-    share = hits / count
-    middle = share + _Z**2 / (2 * count)
-    reach = _Z * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
-    scale = 1 + _Z**2 / count
-    return max(0.0, (middle - reach) / scale), min(1.0, (middle + reach) / scale)
