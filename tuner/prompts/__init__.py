@@ -1,1 +1,1 @@
-"""Prompt tuning and lessons."""
+"""Prompt tuning."""
