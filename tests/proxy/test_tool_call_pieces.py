@@ -50,7 +50,7 @@ def give(dialect: str, pieces: Sequence[Json], text: str) -> list[Call]:
     else:
         renderer = ResponseRenderer(START, {}, frozenset(), {})
     encoder = BlockEncoder(capture, renderer)
-    deltas = [{"tool_calls": [one]} for one in pieces]
+    deltas: list[Json] = [{"tool_calls": [one]} for one in pieces]
     if text:
         deltas.insert(len(deltas) // 2, {"content": text})
     sent = b"".join(encoder.chunk(chunk(delta)) or b"" for delta in deltas)
