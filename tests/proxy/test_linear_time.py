@@ -64,6 +64,10 @@ def removal(number: int) -> Body:
     return {"type": "tool_removal", "tool": {"type": "tool_reference", "name": f"f{number}"}}
 
 
+def in_a_row(item: Body) -> Callable[[int], Body]:
+    return lambda n: {"input": [item] * n}
+
+
 def wide(count: int) -> Body:
     return {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(count)}}
 
@@ -146,7 +150,7 @@ ITEMS: dict[str, Body] = {
     "developer messages": message("developer"),
 }
 RESPONSES: dict[str, tuple[int, Callable[[int], Body]]] = {
-    **{f"{name} in a row": (MESSAGES, lambda n, item=item: {"input": [item] * n}) for name, item in ITEMS.items()},
+    **{f"{name} in a row": (MESSAGES, in_a_row(item)) for name, item in ITEMS.items()},
     "developer messages after the user": (MESSAGES, lambda n: {"input": [USER, *[message("developer")] * (n - 1)]}),
     "parts": (PARTS, lambda n: {"input": [message("user", [TEXT] * n)]}),
     "output parts": (PARTS, lambda n: {"input": [message("assistant", [TEXT] * n)]}),

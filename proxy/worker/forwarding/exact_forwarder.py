@@ -243,7 +243,7 @@ def _place_after_change(place: int, before: Sequence[Mapping[str, Any]], after: 
 
     Only messages of the system and the user were added, merged or replaced.
     """
-    later = sum(message.get("role") == "assistant" for message in before[place + 1 :])
+    later: int = sum(message.get("role") == "assistant" for message in before[place + 1 :])
     return [n for n, message in enumerate(after) if message.get("role") == "assistant"][-1 - later]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,7 +25,7 @@ else:
 
 _STEP = 16 * 1024
 _MAX_PARTS = 4096  # gzip members or zstd frames; tools that write several write one for 64 KB or more
-_MAX_WINDOW = {zstd.DecompressionParameter.window_log_max: 23}  # 8 MB of memory: RFC 9659
+_MAX_WINDOW: Mapping[int, int] = {zstd.DecompressionParameter.window_log_max: 23}  # 8 MB of memory: RFC 9659
 
 
 class _Reader(Protocol):
