@@ -100,7 +100,7 @@ def proxy(upstream: RawUpstream, migrated: Path, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("proxy")
     store = open_store(str(folder / "store.db"))
     params = {"model": "openai/base", "api_base": f"{upstream.url}/v1"}
-    other = {"model_list": [{"model_name": "judge", "litellm_params": params}]}
+    other: Json = {"model_list": [{"model_name": "judge", "litellm_params": params}]}
     with running(upstream.url, store, folder, breaker_failure_threshold=10**6, **other) as one:
         yield one
     store.close()
