@@ -102,15 +102,12 @@ def read_evaluation(folder: Path, name: str) -> dict[str, Any]:
         "model": " ".join(sorted({model for row in rows for model in row["models"]})),
         "tasks": len({row["task_id"] for row in rows}),
         "rollouts": len(rows),
-        "success": _mean(row["success"] for row in rows),
         "low": low,
         "high": high,
         "greedy_success": _mean(row["success"] for row in greedy_rows),
         "greedy_low": greedy_low,
         "greedy_high": greedy_high,
-        "turns": _mean(row["turns"] for row in rows),
-        "tool_failures": _mean(sum(row["tool_failures"].values()) for row in rows),
-        "completion_tokens": _mean(row["completion_tokens"] for row in rows),
+        **_means(rows, "success", "turns", "completion_tokens"),
         "api_errors": sum(row["end"] == "api_error" for row in rows),
         "behaviour": behaviour_of(rows),
         "greedy_behaviour": behaviour_of(greedy_rows),
@@ -177,12 +174,9 @@ def _version_rows(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         yield {
             "version": version,
             "rollouts": len(members),
-            "tool_failures": _mean(sum(row["tool_failures"].values()) for row in members),
             "share_ran_out": _mean(row["end"] == "ran_out_of_turns" for row in members),
             "behaviour": behaviour_of(members),
-        } | {
-            name: _mean(row[name] for row in members)
-            for name in ("success", "turns", "prompt_tokens", "completion_tokens")
+            **_means(members, "success", "turns", "prompt_tokens", "completion_tokens"),
         }
 
 
@@ -209,6 +203,11 @@ def _round_row(store: Store, held: Round) -> dict[str, Any]:
         **{name: int(metrics[name]) for name in ("groups", "trajectories", "tokens_trained", "rows_rejected")},
         **{name: float(metrics[name]) for name in ("reward", "loss", "seconds")},
     }
+
+
+def _means(rows: Sequence[Row], *names: str) -> dict[str, float]:
+    failures = _mean(sum(row["tool_failures"].values()) for row in rows)
+    return {name: _mean(row[name] for row in rows) for name in names} | {"tool_failures": failures}
 
 
 def _mean(values: Iterable[float]) -> float:
