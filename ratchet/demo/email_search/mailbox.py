@@ -98,6 +98,7 @@ class Mailbox:
             raise FileNotFoundError(f"no mailbox at {path}: run `python -m ratchet.demo.email_search build-db` first")
         self._db = sqlite3.connect(str(path), check_same_thread=False)  # the finalizer may run in another thread
         self._visible, self._values = "", tuple[str, ...]()
+        self._whole: Mailbox | None = None
         self.close = weakref.finalize(self, self._db.close)
 
     @classmethod
@@ -124,7 +125,7 @@ class Mailbox:
         if not inbox and not date:
             return self
         view = copy.copy(self)
-        view._whole = self  # type: ignore[attr-defined]  # its database is closed with it
+        view._whole = self  # its database is closed with it
         if inbox:
             view._visible += " AND message_id IN (SELECT message_id FROM inbox WHERE address = ?)"
             view._values += (inbox.casefold(),)
