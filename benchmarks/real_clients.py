@@ -325,7 +325,10 @@ def use_all(tools: Sequence[Tool], folder: Path) -> list[Result]:
         proxy = ProxyProcess(folder, upstreams=[engine], model="", agents=[tool.name for tool in tools])
         try:
             eventually(lambda: httpx.get(f"{proxy.url}/health").status_code == 200, 60)
-            return [use(tool, proxy.url, folder / tool.name, str(folder / "store.db")) for tool in tools]
+            results = [use(tool, proxy.url, folder / tool.name, str(folder / "store.db")) for tool in tools]
+            if any(result.problems for result in results):
+                print((folder / "proxy.log").read_text()[-4000:], file=sys.stderr)
+            return results
         finally:
             proxy.stop()
 
