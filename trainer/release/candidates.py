@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState
@@ -302,6 +300,8 @@ def _check_shapes(store: Store, alias: str, folder: Path) -> None:
 
 
 def _shapes(folder: Path) -> _Shapes:
+    import safetensors  # late: a controller whose learner runs elsewhere has the base package alone
+
     try:
         with safetensors.safe_open(folder / WEIGHTS, framework="numpy") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
