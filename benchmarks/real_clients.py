@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 
@@ -63,13 +63,17 @@ class ToolFolder:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         return path
 
+    def program(self, name: str) -> str:
+        """Return the path of a program."""
+        return str(self.programs / name)
+
     def task(self, number: int, tool: str, arguments: dict[str, str]) -> str:
         """Return a task; `arguments` of the tool hold no dots, which stand for spaces."""
         call = json.dumps(arguments, separators=(",", ":")).replace(" ", ".")
         return f"Task {number}: read the file note and do what it says. #tool={tool} #args={call}"
 
 
-Command = Sequence[str | Path]
+Command = Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def codex(place: ToolFolder) -> list[Command]:
     provider = f'name = "ratchet"\nbase_url = "{place.url}/v1"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
     head = f'model = "{place.model}"\nmodel_provider = "ratchet"\n[model_providers.ratchet]\n'
     place.write(".codex/config.toml", head + provider)
-    run = [place.programs / "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    run = [place.program("codex"), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     tasks = [place.task(number, "exec_command", {"cmd": "cat note"}) for number in (1, 2)]
     return [[*run, tasks[0]], [*run, tasks[1]], [*run, "resume", "--last", f"And once more. {SAY}"]]
 
@@ -110,14 +114,14 @@ def opencode(place: ToolFolder) -> list[Command]:
         "models": {place.model: {"name": place.model}},
     }
     place.write("opencode.json", {"provider": {"ratchet": provider}, "autoupdate": False, "permission": "allow"})
-    run = [place.programs / "opencode", "run", "--model", f"ratchet/{place.model}"]
+    run = [place.program("opencode"), "run", "--model", f"ratchet/{place.model}"]
     arguments = {"command": "cat note", "description": "reads it"}
     return [[*run, place.task(number, "bash", arguments)] for number in (1, 2)]
 
 
 def qwen_code(place: ToolFolder) -> list[Command]:
     """Two sessions."""
-    run = [place.programs / "qwen", "--yolo", "--auth-type", "openai", "--model", place.model, "--prompt"]
+    run = [place.program("qwen"), "--yolo", "--auth-type", "openai", "--model", place.model, "--prompt"]
     arguments = {"command": "cat note", "is_background": "false", "description": "reads it"}
     return [[*run, place.task(number, "run_shell_command", arguments)] for number in (1, 2)]
 
@@ -128,13 +132,13 @@ def mini_swe_agent(place: ToolFolder) -> list[Command]:
     done = '#tool=bash #args={"command":"cat.end"}'
     place.write("note", done)
     place.write("end", f"COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n{ANSWER}\n")
-    run = [place.programs / "mini", "--yolo", "--exit-immediately", "--model", f"openai/{place.model}", "--task"]
+    run = [place.program("mini"), "--yolo", "--exit-immediately", "--model", f"openai/{place.model}", "--task"]
     return [[*run, place.task(number, "bash", {"command": "cat note"})] for number in (1, 2)]
 
 
 def aider(place: ToolFolder) -> list[Command]:
     """Two tasks in architect mode. The editor's prompt has the architect's answer only, so no two may be the same."""
-    run = [place.programs / "aider", "--model", f"openai/{place.model}", "--architect", "--yes-always", "--no-git",
+    run = [place.program("aider"), "--model", f"openai/{place.model}", "--architect", "--yes-always", "--no-git",
            "--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--no-detect-urls", "--no-stream",
            "--message"]  # fmt: skip
     return [[*run, f"Task {number}: add them up. {SAY}.in.task.{number}", "note"] for number in (1, 2)]
@@ -169,7 +173,7 @@ def inspect_ai(place: ToolFolder) -> list[Command]:
     """Two samples over Responses, and the same over Chat Completions."""
     tasks = [place.task(number, "look", {"name": "note"}) for number in (1, 2)]
     place.write("numbers.py", INSPECT_TASK.format(answer=ANSWER, tasks=tasks))
-    run = [place.programs / "inspect", "eval", "numbers.py", "--display", "plain", "--log-format", "json"]
+    run = [place.program("inspect"), "eval", "numbers.py", "--display", "plain", "--log-format", "json"]
     place.environment.update(RATCHET_API_KEY="k", RATCHET_BASE_URL=f"{place.url}/v1")
     models = f"openai/{place.model}", f"openai-api/ratchet/{place.model}"
     return [[*run, "--model", model] for model in models]
@@ -182,7 +186,7 @@ def guidellm(place: ToolFolder) -> list[Command]:
     """Four requests, one after another; the backend is validated first."""
     backend = f"kind=openai_http,target={place.url},model={place.model}"
     return [
-        [place.programs / "guidellm", "run", "--disable-console-interactive", "--backend", backend, "--profile",
+        [place.program("guidellm"), "run", "--disable-console-interactive", "--backend", backend, "--profile",
          "kind=synchronous", "--constraint", "kind=max_requests,count=4", "--tokenizer",
          f"kind=huggingface_auto,model={POLICY}", "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
          "--output", f"kind=json,path={place.folder}/benchmarks.json"]
@@ -194,12 +198,12 @@ def lm_eval(place: ToolFolder) -> list[Command]:
     place.write("rows.json", [{"q": "2 + 2 =", "a": 0}, {"q": "3 + 3 =", "a": 1}])
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "rows.json"}}, "test_split": "test"}
     choose = {"task": "choose", "output_type": "multiple_choice", "doc_to_choice": ["4", "6"], "doc_to_target": "a"}
-    write = {"task": "write", "output_type": "generate_until", "doc_to_target": "{{a}}"}
+    write: dict[str, Any] = {"task": "write", "output_type": "generate_until", "doc_to_target": "{{a}}"}
     write |= {"generation_kwargs": {"max_gen_toks": 8, "until": ["\n"]}, "metric_list": [{"metric": "exact_match"}]}
     for task in (choose, write):
         place.write(f"{task['task']}.yaml", data | {"doc_to_text": "{{q}}"} | task)
     common = f"model={place.model},num_concurrent=2,base_url={place.url}/v1"
-    run = [place.programs / "lm-eval", "run", "--include_path", place.folder]
+    run = [place.program("lm-eval"), "run", "--include_path", str(place.folder)]
     return [
         [*run, "--tasks", "choose", "--model", "local-completions", "--model_args",
          f"{common}/completions,tokenizer_backend=remote"],
@@ -252,10 +256,10 @@ def install(tool: Tool) -> Path:
         print(f"installing {' '.join(tool.packages)} into {home}", file=sys.stderr, flush=True)
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
-        command: Command = ["npm", "install", "--prefix", home, "--silent", "--no-audit", "--no-fund", *tool.packages]
+        command = ["npm", "install", "--prefix", str(home), "--silent", "--no-audit", "--no-fund", *tool.packages]
         if tool.source == "pip":
             venv.create(home, with_pip=True)
-            command = [programs / "pip", "install", "--quiet", "--disable-pip-version-check", *tool.packages]
+            command = [str(programs / "pip"), "install", "--quiet", "--disable-pip-version-check", *tool.packages]
         subprocess.run(command, check=True)
         (home / "installed").touch()
     return programs
