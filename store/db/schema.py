@@ -7,6 +7,7 @@ from these tables, and a change of them needs another `engine.HEAD`.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -59,13 +60,16 @@ def enum_constraint(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
 
 def index_when_set(table: sa.Table, *columns: str) -> None:
     """Index the rows in which the first of these columns is not null."""
-    is_set = table.c[columns[0]].is_not(None)
     name = "_".join(("ix", table.name, *columns))
-    sa.Index(name, *(table.c[column] for column in columns), sqlite_where=is_set, postgresql_where=is_set)
+    index_where(name, table.c[columns[0]].is_not(None), *(table.c[column] for column in columns))
+
+
+def index_where(name: str, where: sa.ColumnElement[bool], *columns: sa.Column[Any], unique: bool = False) -> None:
+    """Index the rows for which `where` holds."""
+    sa.Index(name, *columns, unique=unique, sqlite_where=where, postgresql_where=where)
 
 
 # Tables of policy versions: base models, prompts, versions and the decisions on them.
-
 base_models = sa.Table(
     "base_models",
     metadata,
@@ -116,8 +120,7 @@ policies = sa.Table(
 )
 # At most one version of an alias is live, one is in its ramp and one is held back.
 for _state in SERVING:
-    sa.Index(f"uq_policies_{_state}", policies.c.alias, unique=True, sqlite_where=policies.c.state == _state.value,
-             postgresql_where=policies.c.state == _state.value)  # fmt: skip
+    index_where(f"uq_policies_{_state}", policies.c.state == _state.value, policies.c.alias, unique=True)
 
 # What the release controller knows about a version: its evidence, for people and for the controller after a restart.
 releases = sa.Table(
@@ -147,9 +150,7 @@ decisions = sa.Table(
     sa.Index(None, "alias", "version", "id"),
 )
 
-
 # Tables of recorded traffic: messages, trajectories, calls, answers, tool calls and feedback.
-
 # The condition, by dialect, that a message follows nothing or a system prompt, whose hash begins with four zero bytes.
 _OTHERS = pack_hash("b2:00000001").hex()
 SHARED_PARENT = {
@@ -273,8 +274,7 @@ calls = sa.Table(
 # Calls that retain a message themselves: a message that nothing retains may be deleted.
 index_when_set(calls, "retained_node")
 # Calls that were not answered are few and often queried.
-sa.Index("ix_calls_unanswered", calls.c.state, calls.c.id,
-         sqlite_where=calls.c.state != "answered", postgresql_where=calls.c.state != "answered")  # fmt: skip
+index_where("ix_calls_unanswered", calls.c.state != "answered", calls.c.state, calls.c.id)
 index_when_set(calls, "response_id")
 
 # Blocks of 256 tokens of a trajectory's forked prompts, each stored once.
@@ -343,12 +343,9 @@ feedback = sa.Table(
     sa.Index(None, "given_at", "id"),
 )
 # Feedback that waits for its call, or for a judge, is rare and often queried.
-sa.Index("ix_feedback_unmatched", feedback.c.target,
-         sqlite_where=feedback.c.trajectory_id.is_(None),
-         postgresql_where=feedback.c.trajectory_id.is_(None))  # fmt: skip
-sa.Index("ix_feedback_unapplied", feedback.c.trajectory_id,
-         sqlite_where=sa.and_(feedback.c.applied_at.is_(None), feedback.c.value.is_not(None)),
-         postgresql_where=sa.and_(feedback.c.applied_at.is_(None), feedback.c.value.is_not(None)))  # fmt: skip
+index_where("ix_feedback_unmatched", feedback.c.trajectory_id.is_(None), feedback.c.target)
+_unapplied = sa.and_(feedback.c.applied_at.is_(None), feedback.c.value.is_not(None))
+index_where("ix_feedback_unapplied", _unapplied, feedback.c.trajectory_id)
 
 resamples = sa.Table(
     "resamples",
@@ -373,9 +370,7 @@ resamples = sa.Table(
     sa.Index(None, "alias", "requested_at"),
 )
 
-
 # Tables of training: groups, verdicts, judge requests, rounds and what they trained on.
-
 groups = sa.Table(
     "groups",
     metadata,
@@ -466,8 +461,7 @@ rounds = sa.Table(
     sa.Index(None, "alias", "started_at"),
 )
 # At most one round of an alias is in progress.
-sa.Index("uq_rounds_started", rounds.c.alias, unique=True, sqlite_where=rounds.c.state == "started",
-         postgresql_where=rounds.c.state == "started")  # fmt: skip
+index_where("uq_rounds_started", rounds.c.state == "started", rounds.c.alias, unique=True)
 
 # What a round did with each sampled answer of its trajectories; for display.
 answer_training = sa.Table(
@@ -520,9 +514,7 @@ job_progress = sa.Table(
     sa.Column("updated_at", TIME, nullable=False),
 )
 
-
 # Tables of the tuner: tasks, runs and their rollouts.
-
 tasks = sa.Table(
     "tasks",
     metadata,
@@ -595,9 +587,7 @@ rollouts = sa.Table(
     sa.Index(None, "prompt_id"),
 )
 
-
 # Tables of operation: proxies, leases, alarms, API keys, audit log and deletions.
-
 proxy_instances = sa.Table(
     "proxy_instances",
     metadata,

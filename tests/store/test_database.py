@@ -48,6 +48,7 @@ def test_an_interrupted_creation_leaves_no_table(empty_url: str) -> None:
 
 
 def test_a_change_of_the_tables_has_another_schema_version() -> None:
+    dialects: tuple[sa.Dialect, ...] = (sqlite.dialect(), postgresql.dialect())  # type: ignore[no-untyped-call]
     described = [
         (
             table.name,
@@ -55,7 +56,7 @@ def test_a_change_of_the_tables_has_another_schema_version() -> None:
             sorted(_describe(one) for one in (*table.constraints, *table.indexes)),
         )
         for table in metadata.sorted_tables
-        for dialect in (sqlite.dialect(), postgresql.dialect())
+        for dialect in dialects
     ]
     digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
     assert {database.HEAD: digest} == {"0002_refused_calls": "8250293b1de2fc01"}, "name another HEAD, and pin it here"
