@@ -1,12 +1,14 @@
 """Reading a request takes time linear in its bytes, in every dialect and at each of its bounds.
 
-A request of four times the size may take up to eight times as long; what grows with the square takes sixteen times.
-Measured is this process's time on processors, the least of a few tries, each with other texts.
+A request of 16 times the size may take up to 48 times as long, since it no longer fits into the processor's caches;
+what grows with the square takes up to 256 times. Measured is this process's time on processors, the least of a few
+tries, each with other texts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import itertools
 import json
@@ -69,7 +71,7 @@ def in_a_row(item: Body) -> Callable[[int], Body]:
 
 
 def wide(count: int) -> Body:
-    return {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(count)}}
+    return {"type": "object", "title": SHORT, "properties": {f"p{n}": {"type": "string"} for n in range(count)}}
 
 
 USER = message("user", SHORT)
@@ -131,7 +133,7 @@ ANTHROPIC: dict[str, tuple[int, Callable[[int], Body]]] = {
         MESSAGES,
         lambda n: {
             "tools": [{"name": f"f{i}", "input_schema": {}} for i in range(n // 10)],
-            "messages": [USER, *(message("system", [removal(i // 10)]) for i in range(n - 1))],
+            "messages": [USER, *(message("system", [removal(i % (n // 10))]) for i in range(n - 1))],
         },
     ),
     "a schema": (PARTS * 2, lambda n: {"tools": [{"name": "f", "input_schema": wide(n)}]}),
@@ -200,20 +202,28 @@ PACKED: dict[str, tuple[int, Callable[[int], bytes]]] = {
 
 
 def least_seconds(run: Callable[[bytes], object], body: bytes) -> float:
-    """Return the least time on processors that one of two runs takes, each with another body of the same size."""
+    """Return the least time on processors that one of three runs takes, each with another body of the same size.
+
+    Without garbage collections, whose number depends on what other tests left in memory.
+    """
     taken = []
-    for _ in range(2):
+    for _ in range(3):
         salted = body.replace(b"SALT", b"%04d" % (next(_salts) % 10_000))
-        started = time.process_time()
-        run(salted)
-        taken.append(time.process_time() - started)
+        gc.collect()
+        gc.disable()
+        try:
+            started = time.process_time()
+            run(salted)
+            taken.append(time.process_time() - started)
+        finally:
+            gc.enable()
     return min(taken)
 
 
 def check_linear(run: Callable[[bytes], object], small: bytes, large: bytes) -> None:
-    """Check that `large`, of four times the size, takes no more than eight times as long; what is at once may vary."""
+    """Check that `large`, of 16 times the size, takes no more than 48 times as long."""
     seconds = least_seconds(run, small), least_seconds(run, large)
-    assert seconds[1] < 8 * max(seconds[0], 0.005), seconds
+    assert seconds[1] < 48 * max(seconds[0], 0.002), seconds
 
 
 @pytest.mark.slow
@@ -226,7 +236,7 @@ def test_reading_takes_time_linear_in_the_bytes(dialect: str, case: str) -> None
         request = asyncio.run(reader.read(body, f"key_{body[:200]!r}")).request
         with_one_system_message(request).outgoing("served")
 
-    bodies = [json.dumps({"model": "agent", **whole, **make(n)}).encode() for n in (bound // 4, bound)]
+    bodies = [json.dumps({"model": "agent", **whole, **make(n)}).encode() for n in (bound // 16, bound)]
     check_linear(read, *bodies)
 
 
@@ -238,14 +248,14 @@ def test_decompressing_takes_time_linear_in_the_bytes(case: str) -> None:
     def read(body: bytes) -> None:
         decompressed_body(body, BOUNDS.body, case.partition(",")[0])
 
-    check_linear(read, make(bound // 4), make(bound))
+    check_linear(read, make(bound // 16), make(bound))
 
 
 @pytest.mark.slow
 def test_reading_references_takes_time_linear_in_their_number(store: Store) -> None:
     memory = ConversationCache(store, RecordLookups(store), 2**28, 2**28)
     dialect, previous = Responses(memory, BOUNDS), None
-    for count in (500, 2000):
+    for count in (200, 3200):
         calls = [called(number) for number in range(count)]
         start = call_start(f"call_{count}", "t1", key_id="k1")
         memory.add_response(start, [USER, message("assistant") | {"tool_calls": calls}], previous)
@@ -255,8 +265,8 @@ def test_reading_references_takes_time_linear_in_their_number(store: Store) -> N
         items = [{"type": "item_reference", "id": f"fc_{count}_{place}"} for place in range(1, count)]
         return json.dumps({"model": "agent", "input": items}).encode()
 
-    check_linear(lambda body: asyncio.run(dialect.read(body, "k1")), refer(500), refer(2000))
-    repeated = {"type": "item_reference", "id": "msg_2000_0"}
+    check_linear(lambda body: asyncio.run(dialect.read(body, "k1")), refer(200), refer(3200))
+    repeated = {"type": "item_reference", "id": "msg_3200_0"}
     body = {"model": "agent", "input": [repeated] * MESSAGES}
     with pytest.raises(BodyTooLarge, match="max_body_bytes"):
         asyncio.run(Responses(memory, replace(BOUNDS, body=2**20)).read(json.dumps(body).encode(), "k1"))
