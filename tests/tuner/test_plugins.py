@@ -197,6 +197,28 @@ def test_a_plugin_of_ratchets_own_that_is_not_installed_is_named_with_its_distri
         assert f"pip install ./plugins/{folder}" in error
 
 
+def test_code_for_a_plugin_that_is_not_installed_is_refused_with_its_distribution(tmp_path: Path) -> None:
+    program = (
+        "import importlib\n"
+        "from ratchet.errors import RatchetError\n"
+        "from ratchet.trainer.controller.judges.kinds.function import FunctionJudge\n"
+        "from ratchet.tuner.rollouts.workflow import FunctionWorkflow\n"
+        "async def workflow(task, model: 'ChatModelBase'): return task\n"
+        "async def judge(response, auxiliary_models): return len(response)\n"
+        "for made, given in [(FunctionWorkflow, workflow), (FunctionJudge, judge),\n"
+        "                    (importlib.import_module, 'ratchet.agentscope'),\n"
+        "                    (importlib.import_module, 'ratchet.environments.verifiers')]:\n"
+        "    try: made(given)\n"
+        "    except RatchetError as error: print(error)\n"
+    )
+    environ = environment_without_plugins(tmp_path)
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    errors = done.stdout.splitlines()
+    assert [error.rpartition("pip install ./plugins/")[2] for error in errors] == ["agentscope"] * 3 + ["verifiers"]
+    assert "takes what AgentScope's tuner gives" in errors[0]
+
+
 def test_a_plugin_that_cannot_be_imported_names_its_distribution_and_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

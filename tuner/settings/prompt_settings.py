@@ -17,9 +17,7 @@ class PromptSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
-    method: str = Field(
-        "gepa", description="optimizer: gepa (extra tune-gepa) or the name of a plug-in, such as mipro"
-    )
+    method: str = Field("gepa", description="optimizer: gepa (extra tune-gepa) or the name of a plug-in, such as mipro")
     mode: Literal["auto", "replace", "append"] = Field(
         "auto",
         description="the prompt replaces the agent's system prompt or is appended to it; auto: append if the agent's "
