@@ -1,6 +1,6 @@
 """A real pretrained model learns: `ratchet demo --real` with several seeds, in float32 and in bfloat16.
 
-    python -m benchmarks.real_demo [--seeds 1,2,3] [--dtypes float32,bfloat16] [--minutes 6] [--model FOLDER]
+    python -m benchmarks.real_demo [--seeds 1,2,3] [--dtypes float32,bfloat16] [--versions 10] [--model FOLDER]
     python -m benchmarks.real_demo --show       # the tables of the runs that are there
 
 Each run is a process of its own; its state is in FOLDER/DTYPE-SEED. A run that is there is not repeated. The tables are

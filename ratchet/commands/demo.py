@@ -21,9 +21,14 @@ import click
     "--rounds", type=click.IntRange(min=1), help="Rounds of training tasks.  [default: 20; with --real no limit]"
 )
 @click.option(
+    "--versions",
+    type=click.IntRange(min=1),
+    help="With --real: the training traffic ends once this version is live.  [default: 10]",
+)
+@click.option(
     "--minutes",
     type=click.FloatRange(min=0, min_open=True),
-    help="With --real: the longest time of training traffic.  [default: 6]",
+    help="With --real: the longest time of training traffic.  [default: 12]",
 )
 @click.option("--concurrency", type=click.IntRange(min=1), help="Concurrent agents.  [default: 32; with --real 16]")
 @click.option("--held-out-tasks", type=click.IntRange(min=1), help="Held-out tasks.  [default: 150; with --real 60]")
@@ -47,8 +52,9 @@ def demo(real: bool, model: str | None, dtype: str | None, settings: tuple[str, 
 
     from ratchet.demo.run import REAL_DEFAULTS, DemoOptions, run
 
-    if given["minutes"] and not real:
-        raise click.UsageError("--minutes needs --real; without it, --rounds sets the length")
+    for name in ("versions", "minutes"):
+        if given[name] and not real:
+            raise click.UsageError(f"--{name} needs --real; without it, --rounds sets the length")
     changes = {("vllm", "dtype"): dtype, ("learner", "dtype"): dtype} if dtype else {}
     options = {name: value for name, value in given.items() if value is not None}
     return run(

@@ -52,7 +52,8 @@ class DemoOptions:
     real: bool = False  # the agent that labels reviews, with a real pretrained model
     base_model: str | None = None  # None: the tiny policy of the package, or the real model, which is downloaded once
     rounds: int | None = 20  # each with `tasks_per_round` training tasks, `attempts` rollouts per task; None: no limit
-    minutes: float | None = None  # of training traffic, at most; only with `real`
+    versions: int | None = None  # the training traffic ends once this version is live; only with `real`
+    minutes: float | None = None  # of training traffic, at most; likewise
     tasks_per_round: int = 16
     attempts: int = 8
     concurrency: int = 32
@@ -80,7 +81,14 @@ class DemoOptions:
 
 
 REAL_DEFAULTS = DemoOptions(
-    real=True, rounds=None, minutes=6.0, tasks_per_round=8, concurrency=16, held_out_tasks=60, held_out_attempts=3
+    real=True,
+    rounds=None,
+    versions=10,
+    minutes=12.0,
+    tasks_per_round=8,
+    concurrency=16,
+    held_out_tasks=60,
+    held_out_attempts=3,
 )
 
 
@@ -181,7 +189,13 @@ class Demo:
             arguments += ["--rounds", options.rounds]
         if options.minutes is not None:
             arguments += ["--seconds", options.minutes * 60]
-        self._agent(["train", *map(str, arguments)], self._settings.model, supervisor, "train")
+        with contextlib.closing(open_store(self._settings.store_url)) as store:
+
+            def is_over() -> bool:
+                live = store.policies.live().get(self._settings.model)
+                return options.versions is not None and live is not None and live.version >= options.versions
+
+            self._agent(["train", *map(str, arguments)], self._settings.model, supervisor, "train", is_over)
 
     def _settle(self, supervisor: Supervisor) -> int:
         """Wait until the trainer has used the traffic; return the live version.
@@ -198,8 +212,18 @@ class Demo:
                 time.sleep(0.2)
             return store.policies.live()[alias].version
 
-    def _agent(self, arguments: list[str], model: str, supervisor: Supervisor | None = None, rows: str = "") -> None:
-        """Run the agent's command, which writes its results to ROWS.jsonl; fail if a service exits meanwhile."""
+    def _agent(
+        self,
+        arguments: list[str],
+        model: str,
+        supervisor: Supervisor | None = None,
+        rows: str = "",
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Run the agent's command, which writes its results to ROWS.jsonl; fail if a service exits meanwhile.
+
+        It starts no further attempt once `is_over` returns True.
+        """
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
         environment |= {
             "OPENAI_API_KEY": first_api_key() or "demo",
@@ -216,6 +240,9 @@ class Demo:
                 while process.poll() is None:
                     if supervisor is not None:
                         supervisor.check()
+                    if is_over():
+                        process.terminate()
+                        process.wait()
                     time.sleep(0.1)
             except BaseException:
                 process.terminate()

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import ssl
 import sys
 from collections import Counter
@@ -195,7 +196,7 @@ def command_line(module: str, splits: Sequence[str] = ("test",)) -> tuple[argpar
     train = verbs.add_parser("train", help="attempt training tasks, each several times")
     train.add_argument("--tasks-per-round", type=_positive, default=16)
     train.add_argument("--rounds", type=_positive, help="default: until --seconds are over")
-    train.add_argument("--seconds", type=float, help="start no attempt after this time")
+    train.add_argument("--seconds", type=float, help="start no attempt after this time, or after SIGTERM")
     train.add_argument("--seed", type=int, default=0, help="seed of the order")
     test = verbs.add_parser("test", help="attempt tasks that are never trained, and print a summary")
     test.add_argument("--tasks", type=_positive, help="only the first N")
@@ -256,8 +257,10 @@ async def _run(
     if chosen.verb == "train":
         per_round, count = chosen.tasks_per_round, chosen.rounds and chosen.rounds * chosen.tasks_per_round
         tasks = itertools.islice(shuffled(tasks_of("train"), chosen.seed), count)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
         if chosen.seconds is not None:
-            asyncio.get_running_loop().call_later(chosen.seconds, stop.set)
+            loop.call_later(chosen.seconds, stop.set)
     else:
         tasks = tasks_of(chosen.split)[: chosen.tasks]
         count = len(tasks)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,17 @@ def test_the_judge_scores_as_the_agent_counts(given: str) -> None:
 def test_a_review_that_is_not_of_the_task_set_is_an_error_and_no_score() -> None:
     with pytest.raises(LookupError, match="not a review"):
         judge({"messages": [{"role": "user", "content": "Review: The sea was wet."}]}, "positive")
+
+
+def test_training_traffic_ends_at_sigterm_and_keeps_its_rollouts(server: ScriptedModel, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ratchet.demo.reviews", "train", "--seconds", "600", "--attempts", "2"]
+    with subprocess.Popen([*command, "--out", str(tmp_path / "o")]) as process:
+        while len(server.requests) < 5:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 0
+    assert len(rows(tmp_path / "o")) >= 5
 
 
 def test_training_traffic_ends_after_its_seconds(server: ScriptedModel, tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ def test_a_setting_of_the_demo_can_be_changed_and_an_unknown_one_is_refused(tmp_
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--minutes", "2"], "--minutes needs --real"), (["--real", "--set", "vllm.dtype"], "give KEY=VALUE")],
+    [
+        (["--minutes", "2"], "--minutes needs --real"),
+        (["--versions", "2"], "--versions needs --real"),
+        (["--real", "--set", "vllm.dtype"], "give KEY=VALUE"),
+    ],
 )
 def test_a_wrong_option_names_the_remedy(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(cli, ["demo", *arguments])
