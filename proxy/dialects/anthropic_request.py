@@ -18,6 +18,7 @@ from ratchet.proxy.dialects.inner_request import AssistantTurn, ChatMessages, Js
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.request_body import ChatRequest
+from ratchet.store.content import messages as canon
 
 UNREADABLE = "unreadable_arguments"  # the one member of an `input` with arguments that are not JSON
 
@@ -92,7 +93,7 @@ def chat_messages(body: Json) -> list[Json]:
     messages += turns.joined()
     if not messages:
         raise BadRequest("messages: none of them has content", param="messages")
-    return inner_request.with_one_system_message(messages)
+    return canon.with_one_system_message(messages)
 
 
 def _continuation(messages: Sequence[Json]) -> Json:

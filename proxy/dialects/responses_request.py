@@ -17,6 +17,7 @@ from ratchet.proxy.dialects import inner_request
 from ratchet.proxy.dialects.inner_request import ChatMessages, Json
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire.request_body import ChatRequest
+from ratchet.store.content import messages as canon
 
 _REFUSED = ("background", "conversation", "prompt")
 # Tools that the client runs, in formats that only OpenAI's models know.
@@ -44,7 +45,7 @@ def read(body: Json, added: Sequence[Json], before: Sequence[Json]) -> ChatReque
     messages: list[Json] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
-    messages = inner_request.with_one_system_message([*messages, *before, *added])
+    messages = canon.with_one_system_message([*messages, *before, *added])
     tools, choice = _tools(body), body.get("tool_choice")
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         names = {str(tool.get("name")) for tool in choice["tools"]}

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from ratchet.proxy.dialects import inner_request
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import request_body
 from ratchet.proxy.wire.request_body import ChatRequest
+from ratchet.store.content import messages as canon
 
 _raws = msgspec.json.Decoder(list[Raw])
 _encode = msgspec.json.Encoder().encode
@@ -45,7 +45,7 @@ def with_one_system_message(request: ChatRequest) -> ChatRequest:
         return request
     before = list(request.messages)
     raws = dict(zip(map(id, before), _raws.decode(request.fields["messages"]), strict=True))
-    messages = inner_request.with_one_system_message(before)
+    messages = canon.with_one_system_message(before)
     body = Raw(_encode([raws.get(id(message), message) for message in messages]))
     return msgspec.structs.replace(request, fields={**request.fields, "messages": body}, messages=messages)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import groupby
 from math import isinf
 from typing import Any, Protocol, TypeVar
 
@@ -350,3 +351,50 @@ def with_prompt(messages: Sequence[Message], prompt: Prompt | None, family: str 
     if prompt is None or not text:
         return tuple(messages)
     return (beginning(messages, prompt.mode, text), *messages[has_system_prompt(messages) :])
+
+
+def with_one_system_message(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the messages with one system message at most, at the beginning: many chat templates reject any other.
+
+    The first ones are merged. Later ones become reminders in the user's turn before them, or in one of their own, as
+    Claude Code writes them. The role `developer` becomes `system`. Messages that do not change are the same objects.
+    """
+    result: list[Any] = []
+    for is_text, run in groupby(messages, lambda message: _system_text(message) is not None):
+        if not is_text:
+            result += ({**one, "role": "system"} if one.get("role") == "developer" else one for one in run)
+            continue
+        system = list(run)
+        texts = [text for message in system if (text := _system_text(message))]
+        if result:
+            result[-1:] = _with_reminders(result[-1], texts)
+        elif len(system) > 1 or system[0]["role"] == "developer":
+            result.append({"role": "system", "content": "\n\n".join(texts)})
+        else:
+            result += system
+    return result
+
+
+def _system_text(message: Mapping[str, Any]) -> str | None:
+    """Return the text of a system message; None for another role, and for content that is not only text."""
+    if message.get("role") not in SYSTEM_ROLES:
+        return None
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        words = [text for text in texts if isinstance(text, str)]
+        return "\n".join(words) if len(words) == len(content) else None
+    return content or "" if content is None or isinstance(content, str) else None
+
+
+def _with_reminders(before: Mapping[str, Any], texts: Sequence[str]) -> list[Any]:
+    """Return a message with the texts as reminders: in it, if it is the user's, else in a user message after it."""
+    reminder = "\n\n".join(f"<system-reminder>\n{text}\n</system-reminder>" for text in texts)
+    content = before.get("content")
+    if not reminder:
+        return [before]
+    if before.get("role") == "user" and isinstance(content, str):
+        return [{**before, "content": f"{content}\n\n{reminder}"}]
+    if before.get("role") == "user" and isinstance(content, list):
+        return [{**before, "content": [*content, {"type": "text", "text": reminder}]}]
+    return [before, {"role": "user", "content": reminder}]

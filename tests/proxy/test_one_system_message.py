@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.proxy.dialects.inner_request import with_one_system_message
+from ratchet.store.content.messages import with_one_system_message
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_scale_out import ScriptedScaleOut

@@ -13,7 +13,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import EngineUnreachable
-from ratchet.trainer.release.invariants import InvariantsCheck, newest_prompts
+from ratchet.trainer.release.invariants import InvariantsCheck, RecordedPrompt, newest_prompts
 from tests.harness.ports import free_port
 from tests.harness.records import call_start, ended
 from tests.harness.trainer.agents import agents_work
@@ -143,6 +143,15 @@ def test_prompts_with_images_or_unrecorded_sampling_parameters_are_left_out(stor
     found = newest_prompts(store, "agent", 6)
     assert [prompt.messages[-1]["content"] for prompt in found] == ["greedy"]
     assert found[0].is_greedy
+
+
+def test_a_recorded_prompt_is_sent_with_one_system_message_as_the_proxy_sends_it(store: Store) -> None:
+    recorded = ({"role": "user", "content": "hi"}, {"role": "developer", "content": "Be brief."})
+    prompt = RecordedPrompt(recorded, tools=(), sampling={}, family="")
+    served = Policy(alias="agent", version=0, state=PolicyState.LIVE, served_name="base", adapter=None, created_at=0.0)
+    (sent,) = prompt.messages_for(served, store)
+    assert sent["role"] == "user"
+    assert "Be brief." in sent["content"]
 
 
 @pytest.mark.parametrize("limit", [16, None])

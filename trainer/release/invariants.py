@@ -13,7 +13,7 @@ from math import comb, prod
 from statistics import fmean
 from typing import Any
 
-from ratchet.store.content.messages import with_prompt
+from ratchet.store.content.messages import with_one_system_message, with_prompt
 from ratchet.store.errors import RecordDamaged, RecordNotFound
 from ratchet.store.records import Call, Policy
 from ratchet.store.states import CallState
@@ -214,9 +214,9 @@ class RecordedPrompt:
     tokens: int = 0
 
     def messages_for(self, policy: Policy, store: Store) -> tuple[Mapping[str, Any], ...]:
-        """Return the messages as they are sent to a version."""
+        """Return the messages as the proxy sends them to a version."""
         prompt = store.prompts.get(policy.prompt_id) if policy.prompt_id else None
-        return with_prompt(self.messages, prompt, self.family)
+        return tuple(with_one_system_message(with_prompt(self.messages, prompt, self.family)))
 
     @property
     def is_greedy(self) -> bool:
