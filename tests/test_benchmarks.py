@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from ratchet.proxy.coordinator.unheard_workers import ALONE_SECONDS
+
 ROOT = Path(__file__).parents[1]
 
 # The quickest form of a benchmark. STORE is replaced by an empty database.
@@ -110,7 +112,11 @@ def test_the_linking_benchmark_reports_how_calls_were_linked(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_after_the_coordinators_death_every_call_continues_its_trajectory(tmp_path: Path) -> None:
     result = _run("coordinator_restart", tmp_path)
-    assert (result["linked_by"], result["restored"]) == ({"graph": 100}, 50)
+    links, in_time = result["linked_by"], result["serving_seconds"] < ALONE_SECONDS
+    if in_time:  # a machine that is too slow for it marks calls, and links none wrongly
+        assert (links, result["restored"]) == ({"graph": 100}, 50)
+    assert sum(links.values()) == 100
+    assert {*links} <= {"graph", "unlinked"}
 
 
 @pytest.mark.slow

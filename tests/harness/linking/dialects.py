@@ -39,7 +39,7 @@ async def previous_responses(run: AgentRun) -> None:
 
 async def messages(run: AgentRun) -> None:
     """Anthropic's blocks: thinking, tools, results first in the user's turn."""
-    body: Json = {"model": "agent", "max_tokens": 99, "system": "Look.", "thinking": {"type": "enabled"}}
+    body: Json = {"model": "agent", "max_tokens": 99, "system": "Look.", "thinking": {"type": "adaptive"}}
     body["tools"] = [{"name": "search", "input_schema": _PARAMETERS}]
     transcript: list[Json] = [{"role": "user", "content": "Look #tool=search #think=hm"}]
     before = None
