@@ -189,13 +189,12 @@ class Demo:
             arguments += ["--rounds", options.rounds]
         if options.minutes is not None:
             arguments += ["--seconds", options.minutes * 60]
+        alias, until = self._settings.model, options.versions
         with contextlib.closing(open_store(self._settings.store_url)) as store:
-
-            def is_over() -> bool:
-                live = store.policies.live().get(self._settings.model)
-                return options.versions is not None and live is not None and live.version >= options.versions
-
-            self._agent(["train", *map(str, arguments)], self._settings.model, supervisor, "train", is_over)
+            self._agent(
+                ["train", *map(str, arguments)], alias, supervisor, "train",
+                lambda: until is not None and store.policies.live()[alias].version >= until,
+            )  # fmt: skip
 
     def _settle(self, supervisor: Supervisor) -> int:
         """Wait until the trainer has used the traffic; return the live version.
