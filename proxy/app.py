@@ -282,6 +282,7 @@ def build_serving(
     heartbeat = Heartbeat(
         store,
         metrics,
+        recording.lookups.instance_id,
         url,
         policies.live_versions,
         policies.live_versions_changed,

@@ -109,7 +109,7 @@ def test_an_unknown_id_costs_one_query(proxy: Proxy, store: Store, way: str) -> 
 @pytest.mark.slow
 def test_a_response_that_another_proxy_may_yet_ship_is_not_called_unknown(proxy: Proxy, store: Store) -> None:
     behind = ProxyInstance(id=new_id("proxy"), url="http://other", live_versions={}, pinned_trajectories={},
-                           shipped_until=0.0, heartbeat_at=time.time() + 600)  # fmt: skip
+                           shipped_until=0.0, heartbeat_at=time.time() + 300)  # fmt: skip
     store.proxy_instances.heartbeat(behind)
     request = {"model": "agent", "input": "go on", "previous_response_id": new_id("resp")}
     name = request["previous_response_id"]

@@ -23,6 +23,7 @@ from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.errors import NotReady, RateLimited
 from ratchet.proxy.runtime import thread_pools
 from ratchet.store.errors import StoreUnavailable
+from ratchet.store.ids import new_id
 from ratchet.store.records import ProxyInstance
 from ratchet.store.store import Store
 
@@ -43,6 +44,7 @@ class RecordLookups:
     def __init__(self, store: Store, shipper: Shipper | None = None) -> None:
         self._store = store
         self._shipper = shipper
+        self.instance_id = new_id("proxy")  # this process, in the table of the running proxies
         self._waiting: Counter[str | None] = Counter()  # by key
         self._instances: asyncio.Task[list[ProxyInstance]] | None = None
         self._instances_at = 0.0
@@ -116,7 +118,7 @@ class RecordLookups:
     async def _others_have_shipped(self, before: float) -> bool:
         """Return whether every other proxy has shipped its records from before that moment."""
         instances = await self._read_instances()
-        return len(instances) <= 1 or min(instance.shipped_until for instance in instances) >= before
+        return all(instance.shipped_until >= before for instance in instances if instance.id != self.instance_id)
 
     async def _read_instances(self) -> list[ProxyInstance]:
         """Return the running proxies, cached for `_INSTANCES_CACHE_SECONDS`."""

@@ -23,7 +23,6 @@ from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.telemetry.outage_warnings import OutageWarnings, watch_store_use
 from ratchet.store.errors import StoreError
-from ratchet.store.ids import new_id
 from ratchet.store.records import ProxyInstance
 from ratchet.store.store import Store
 
@@ -43,6 +42,7 @@ class Heartbeat:
         self,
         store: Store,
         metrics: ProxyMetrics,
+        instance_id: str,
         url: str,
         live_versions: Callable[[], Mapping[str, int]],
         live_versions_changed: asyncio.Event,
@@ -54,7 +54,7 @@ class Heartbeat:
     ) -> None:
         self._store = store
         self._metrics = metrics
-        self._instance_id = new_id("proxy")
+        self._instance_id = instance_id
         self._url = url
         self._live_versions = live_versions
         self._live_versions_changed = live_versions_changed
