@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from ratchet.trainer.learner import base_model
 from ratchet.trainer.learner.host import LearnerHost
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
-from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.trainer.gpu_shapes import config_of
 from tests.harness.trainer.tiny import build_tokenizer
 

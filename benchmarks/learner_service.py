@@ -19,8 +19,7 @@ from statistics import median
 
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner_client import LearnerAgent, RemoteLearner
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
-from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.proxy.servers import eventually
 from tests.harness.trainer.learner_process import LearnerProcess
 from tests.harness.trainer.tiny import build_rows, build_tiny_model

@@ -30,7 +30,7 @@ from ratchet.store.store import open_store
 from ratchet.trainer.tasks import Task, content_id
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 from tests.harness.proxy.servers import ProxyProcess, VllmProcess
 
 AT_ONCE = 32

@@ -5,6 +5,7 @@ Importing this is part of `ratchet --help`: everything slow is imported inside t
 
 from __future__ import annotations
 
+import getpass
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -233,3 +234,11 @@ def print_json(content: Any) -> None:
     import json
 
     click.echo(json.dumps(content, indent=2, default=str))
+
+
+def current_user() -> str:
+    """Return the user's name, for records of decisions."""
+    try:
+        return getpass.getuser()
+    except OSError:  # a container may run under a number without a name
+        return "a person"

@@ -47,9 +47,9 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
     from ratchet.settings.load_settings import known_keys
     from ratchet.settings.project_settings import Settings, VllmSettings
     from ratchet.settings.setting_errors import ANY_NAME, leaves
-    from ratchet.trainer.settings.adapter_settings import AdapterSettings
+    from ratchet.trainer.settings.trainer_sections import AdapterSettings
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
-    from ratchet.tuner.settings.tuner_settings import TunerSettings
+    from ratchet.tuner.settings import TunerSettings
 
     sections: dict[str, Any] = {
         "adapters": AdapterSettings, "vllm": VllmSettings, "proxy": ProxySettings, "trainer": TrainerSettings,
@@ -70,8 +70,7 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def _learner_default(name: str) -> Any:
-    from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
-    from ratchet.trainer.settings.learner_settings import LearnerSettings
+    from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 
     fields = (*dataclasses.fields(LearnerSettings), *dataclasses.fields(LearnerProcessSettings))
     return next(field.default for field in fields if field.name == name)

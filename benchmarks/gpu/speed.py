@@ -26,7 +26,7 @@ from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.planning.gpu_memory import LearnerOption, learner_memory
 from ratchet.trainer.planning.model_shape import read_shape
 from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.settings.learner_process_settings import process_settings_of
+from ratchet.trainer.settings.learner_settings import process_settings_of
 from tests.harness.trainer.gpu_shapes import (
     MEMBERS,
     build_model,

@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ratchet.proxy.coordination_settings import TOKEN_VARIABLE
 from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.coordinator_lease import CoordinatorLease
 from ratchet.proxy.coordinator.known_workers import KnownWorkers
@@ -35,6 +34,7 @@ from ratchet.proxy.messages.admission_records import EndedCall
 from ratchet.proxy.messages.link_records import Placement
 from ratchet.proxy.messages.text_fingerprints import text_hash
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
+from ratchet.proxy.settings import TOKEN_VARIABLE
 from ratchet.proxy.wire.asgi import ANSWER_REPEATED, HEADERS_BY_NAME, header, headers_of, read_body, send_bytes
 from ratchet.store.ids import new_id
 

@@ -30,10 +30,9 @@ from typing import Any
 
 import ratchet
 from ratchet.proxy import server
-from ratchet.proxy.coordination_settings import listen_address
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.roles import CoordinatorRole, Role, WorkerRole, session_name
-from ratchet.proxy.settings import ProxySettings
+from ratchet.proxy.settings import ProxySettings, listen_address
 from ratchet.proxy.supervisor.child_messages import Listening, SetAgents, Start, StartFailed, WorkerDied
 from ratchet.store.store import open_store
 

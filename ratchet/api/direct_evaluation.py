@@ -29,7 +29,7 @@ from ratchet.tuner.rollouts.workflow import Workflow, load_workflow
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
 from ratchet.tuner.selection.choice import select
 from ratchet.tuner.selection.model_selection import jobs_of_task
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 from ratchet.tuning.compare_models import ComparisonOptions
 from ratchet.tuning.context import judge_of, task_set_of
 

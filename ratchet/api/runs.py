@@ -17,7 +17,7 @@ import msgspec
 from ratchet.api.arguments import Arguments
 from ratchet.api.event_loop import check_interrupted
 from ratchet.errors import InvalidArgument, RunCancelled
-from ratchet.settings.current_user import current_user
+from ratchet.options import current_user
 from ratchet.store.states import RolloutState, TuningState
 from ratchet.store.tuning_records import Tuning
 from ratchet.tuner.reports.tuning_result import TuningResult, read

@@ -23,7 +23,7 @@ from ratchet.store.reports.version_reports import REMEDY
 from ratchet.supervisor import vllm_command
 from ratchet.trainer.errors import LearnerServiceError, TrainerError
 from ratchet.trainer.learner_api import TOKEN_VARIABLE
-from ratchet.trainer.settings.value_types import pinned
+from ratchet.trainer.settings.learner_settings import pinned
 
 if TYPE_CHECKING:
     from ratchet.trainer.learner_api import LearnerProtocol

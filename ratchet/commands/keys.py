@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ratchet import options
-from ratchet.settings.current_user import current_user
 
 if TYPE_CHECKING:
     from ratchet.store.records import Key, KeyTokens
@@ -129,7 +128,7 @@ def create(
             agents=() if no_agents else agents or None, models=() if no_models else models or None,
             expires_at=expires_at,
         )  # fmt: skip
-        opened.audit.record_command(current_user(), "keys create", {"key": made.id, "name": made.name})
+        opened.audit.record_command(options.current_user(), "keys create", {"key": made.id, "name": made.name})
     click.echo(key)
     only = f" for {', '.join((*(made.agents or ()), *(made.models or ())))}" if made.agents or made.models else ""
     expiry = f"; it expires at {_when(expires_at)} UTC" if expires_at is not None else ""
@@ -250,7 +249,7 @@ def update(
     with options.open_project_store(context, store=store, project=project) as opened:
         changed = opened.keys.update(key_id, **changes)
         target = {"key": changed.id, "name": changed.name, "changed": ", ".join(sorted(changes))}
-        opened.audit.record_command(current_user(), "keys update", target)
+        opened.audit.record_command(options.current_user(), "keys update", target)
     click.echo(f"{changed.id} ({changed.name}): {', '.join(_limits(changed)) or 'no limits'}")
 
 
@@ -268,7 +267,7 @@ def revoke(context: click.Context, key_id: str, store: str | None, project: str 
     """
     with options.open_project_store(context, store=store, project=project) as opened:
         revoked = opened.keys.revoke(key_id)
-        opened.audit.record_command(current_user(), "keys revoke", {"key": revoked.id, "name": revoked.name})
+        opened.audit.record_command(options.current_user(), "keys revoke", {"key": revoked.id, "name": revoked.name})
     click.echo(f"{revoked.id} ({revoked.name}) is revoked")
 
 

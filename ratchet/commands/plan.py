@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.trainer.settings.adapter_and_memory import MAX_SERVABLE_RANK
+from ratchet.trainer.settings.learner_settings import MAX_SERVABLE_RANK
 
 if TYPE_CHECKING:
     from ratchet.trainer.planning.plan import OptionFit, Plan

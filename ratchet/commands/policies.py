@@ -12,7 +12,6 @@ from ratchet.commands.policies_export import export
 from ratchet.commands.policies_fork import fork
 from ratchet.commands.policies_import import import_
 from ratchet.output.terminal import strip_control_characters
-from ratchet.settings.current_user import current_user
 
 if TYPE_CHECKING:
     from ratchet.store.policies.serving import Decision
@@ -169,7 +168,7 @@ def promote(
     with options.open_store_for_command(settings.store_url) as opened:
         options.check_alias(opened, alias)
         done = opened.policies.promote_manually(
-            alias, version, by=current_user(), reason=reason, rejected=rejected, verify=adapters.verify
+            alias, version, by=options.current_user(), reason=reason, rejected=rejected, verify=adapters.verify
         )
         before = opened.decisions.decisions_of(alias, done.version)[1:2]  # the one before this promotion
     click.echo(f"{done.alias}@{done.version} is live")
@@ -218,7 +217,7 @@ def rollback(
                 raise click.UsageError("--to-anchor names the version: leave out the other one")
             anchor = opened.policies.serving_of(alias).anchor
             version = anchor.version if anchor else None
-        rejected = opened.policies.roll_back_manually(alias, version, by=current_user(), reason=reason, now=now)
+        rejected = opened.policies.roll_back_manually(alias, version, by=options.current_user(), reason=reason, now=now)
         live = opened.policies.live()[alias]
     names = ", ".join(f"{policy.alias}@{policy.version}" for policy in rejected) or "nothing more"
     moved = "; open trajectories go on with it" if now else ""
@@ -241,7 +240,7 @@ def hold(
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:
         options.check_alias(opened, alias)
-        held = opened.policies.hold_manually(alias, version, by=current_user(), reason=reason)
+        held = opened.policies.hold_manually(alias, version, by=options.current_user(), reason=reason)
     click.echo(f"{held.alias}@{held.version} ({held.state}) is held: promote it or roll it back")
 
 
@@ -261,7 +260,7 @@ def pin(
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:
         options.check_alias(opened, alias)
-        pinned = opened.policies.pin_manually(alias, version, by=current_user(), reason=reason)
+        pinned = opened.policies.pin_manually(alias, version, by=options.current_user(), reason=reason)
     click.echo(f"{pinned.alias}@{pinned.version} is pinned")
 
 
@@ -279,7 +278,7 @@ def unpin(
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:
         options.check_alias(opened, alias)
-        released = opened.policies.unpin(alias, version, by=current_user(), reason=reason)
+        released = opened.policies.unpin(alias, version, by=options.current_user(), reason=reason)
     click.echo(f"{released.alias}@{released.version} is not pinned any more")
 
 

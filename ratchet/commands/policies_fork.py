@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from ratchet import options
-from ratchet.settings.current_user import current_user
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
@@ -45,7 +44,7 @@ def fork(context: click.Context, source: str, target: str, store: str | None, pr
         options.check_alias(opened, named["alias"])
         options.check_alias(opened, target)
         policy = opened.policies.get(named["alias"], int(named["version"]))
-        made = copy_version(opened, adapters, policy, fork_target, by=current_user())
+        made = copy_version(opened, adapters, policy, fork_target, by=options.current_user())
     click.echo(f"{target}@{made.candidate.version} is a candidate: a copy of {source}")
     if not made.with_state:
         click.echo(
@@ -56,7 +55,7 @@ def fork(context: click.Context, source: str, target: str, store: str | None, pr
 
 def target_of(settings: Settings, agent: str) -> tuple[AdapterStore, ForkTarget]:
     """Return the adapter store, and where the agent's versions are and how they are trained."""
-    from ratchet.settings.learner_section import parse_learner
+    from ratchet.settings.project_settings import parse_learner
     from ratchet.trainer.adapters.adapter_store import AdapterStore
     from ratchet.trainer.release.candidates import ForkTarget
 

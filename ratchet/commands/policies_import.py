@@ -8,7 +8,6 @@ import click
 
 from ratchet import options
 from ratchet.commands.policies_fork import target_of
-from ratchet.settings.current_user import current_user
 
 
 @click.command("import")
@@ -33,5 +32,5 @@ def import_(context: click.Context, adapter: Path, agent: str, store: str | None
     adapters, target = target_of(settings, agent)
     with options.open_store_for_command(settings.store_url) as opened:
         options.check_alias(opened, agent)
-        made = import_adapter(opened, adapters, adapter, target, by=current_user())
+        made = import_adapter(opened, adapters, adapter, target, by=options.current_user())
     click.echo(f"{agent}@{made.version} is a candidate: a copy of {adapter}")

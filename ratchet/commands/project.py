@@ -254,7 +254,7 @@ def _check_results(
 ) -> Iterator[CheckResult]:
     if given["workflow"] is None and task is None:
         from ratchet.checks import doctor as doctor_checks
-        from ratchet.trainer.settings.value_types import pinned
+        from ratchet.trainer.settings.learner_settings import pinned
 
         own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
         own |= {"model": given["model"], "store": given["store"], "tuner.proxy_url": given["proxy"]}

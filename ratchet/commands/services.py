@@ -168,7 +168,7 @@ def learner(
     from ratchet.proxy.telemetry import logs
     from ratchet.supervisor.vllm_command import check_model
     from ratchet.trainer.learner_service import launch
-    from ratchet.trainer.settings.value_types import pinned
+    from ratchet.trainer.settings.learner_settings import pinned
 
     model = check_model(settings.base_model)
     own = settings.learner_process_settings()

@@ -10,7 +10,6 @@ import click
 from ratchet import options
 from ratchet.commands.export import export
 from ratchet.options import Duration, Timestamp
-from ratchet.settings.current_user import current_user
 
 if TYPE_CHECKING:
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
@@ -206,7 +205,7 @@ def _reject(store: Store, *, as_json: bool) -> None:
     from ratchet.store.deletion import reject_affected
 
     for alias, rejected in reject_affected(
-        store.policies, store.deletions.versions_with_deleted_data(), by=current_user()
+        store.policies, store.deletions.versions_with_deleted_data(), by=options.current_user()
     ).items():
         if not as_json:
             live = store.policies.live()[alias]
@@ -227,7 +226,7 @@ def _delete(store: Store, chosen: list[TrajectoryFilter], why: str, *, dry_run: 
         return 0
     done = [_with_bar(store, one, why) for one in chosen]
     count = sum(one.trajectory_count for one in done)
-    store.audit.record_command(current_user(), "store delete", {"reason": why, "trajectories": str(count)})
+    store.audit.record_command(options.current_user(), "store delete", {"reason": why, "trajectories": str(count)})
     if as_json:
         import msgspec
 

@@ -51,9 +51,8 @@ Options = Mapping[tuple[str, ...], tuple[str, Any]]  # key path -> (name of the 
 def known_keys() -> dict[str, Any]:
     """Return the tree of settings: a key's type, or a mapping for a section."""
     from ratchet.proxy.settings import ProxySettings
-    from ratchet.settings.agent_entries import agent_keys, trainer_keys
-    from ratchet.settings.learner_section import learner_keys
-    from ratchet.tuner.settings.tuner_settings import TunerSettings
+    from ratchet.settings.project_settings import agent_keys, learner_keys, trainer_keys
+    from ratchet.tuner.settings import TunerSettings
 
     keys = key_tree(Settings)
     keys["proxy"] = {key: kind for key, kind in key_tree(ProxySettings).items() if key not in DERIVED_PROXY}

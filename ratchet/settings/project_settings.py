@@ -1,4 +1,4 @@
-"""The settings of a project as values, checked. `load_settings.load` reads them from the file, variables and options.
+"""The settings of a project as values, checked; `load_settings.load` reads them from the file, variables and options.
 
 The sections `proxy`, `trainer`, `learner` and `tuner` stay plain mappings here: each component's own settings class
 checks its section when it is asked for, together with what `up` derives for it. Nothing here imports torch.
@@ -6,26 +6,197 @@ checks its section when it is asked for, together with what `up` derives for it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, field_validator
+from pydantic import Field, PrivateAttr, TypeAdapter, field_validator
 
+from ratchet.errors import SettingsError
+from ratchet.proxy.agent_names import check_agent_names, nearest_name
 from ratchet.proxy.model_list import ModelEntry
-from ratchet.settings.setting_errors import is_option, readable_errors
+from ratchet.proxy.settings import ProxySettings
+from ratchet.settings.setting_errors import Refused, is_option, key_tree, listed, readable_errors
 from ratchet.settings.state_folder import StateFolder
+from ratchet.trainer.errors import SettingError
 from ratchet.trainer.planning.gpu_memory import MAX_NUM_SEQS
-from ratchet.trainer.settings.adapter_and_memory import SERVABLE_RANKS
-from ratchet.trainer.settings.adapter_settings import AdapterSettings
-from ratchet.trainer.settings.value_types import Devices
+from ratchet.trainer.settings.judge_specs import plugin_traits
+from ratchet.trainer.settings.learner_settings import (
+    SERVABLE_RANKS,
+    Devices,
+    LearnerProcessSettings,
+    LearnerSettings,
+    Section,
+)
+from ratchet.trainer.settings.trainer_sections import AdapterSettings
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.tuner.settings import TunerSettings
 
-if TYPE_CHECKING:
-    from ratchet.proxy.settings import ProxySettings
-    from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
-    from ratchet.trainer.settings.trainer_settings import TrainerSettings
-    from ratchet.tuner.settings.tuner_settings import TunerSettings
+# The section `learner`: hyperparameters that an agent may override, and what all agents of the learner share.
+
+_SHARED = frozenset(field.name for field in dataclasses.fields(LearnerProcessSettings))
+_OWN = frozenset(field.name for field in dataclasses.fields(LearnerSettings))
+
+
+def learner_keys() -> dict[str, Any]:
+    """Return the keys of the section with their types."""
+    return key_tree(LearnerSettings) | key_tree(LearnerProcessSettings)
+
+
+def parse_learner(
+    section: Mapping[str, Any], sources: Mapping[tuple[str, ...], str], path: tuple[str, ...] = ("learner",)
+) -> tuple[LearnerSettings, LearnerProcessSettings]:
+    """Return the two parts of the section, which the settings name `path`. Raises SettingsError."""
+    own = {key: value for key, value in section.items() if key in _OWN}
+    shared = {key: value for key, value in section.items() if key in _SHARED}
+    with readable_errors(sources, LearnerSettings, *path, also=SettingError):
+        return (
+            TypeAdapter(LearnerSettings).validate_python(own),
+            TypeAdapter(LearnerProcessSettings).validate_python(shared),
+        )
+
+
+# Models of `model_list` as judges, teachers and reflection models: address, variable of the key, and prices.
+
+_PRICES = ("input_cost_per_token", "output_cost_per_token")
+_MODEL_KINDS = ("teacher", "ruler")
+
+
+def judge_with_address(judge: Any, models: Sequence[ModelEntry], key: str) -> Any:
+    """Return a judge's setting with the addresses of the models that it names without `base_url`, its parts' too.
+
+    `key` is the setting's name. Raises SettingsError if a model is not named, not listed, or listed more than once.
+    """
+    if not isinstance(judge, Mapping):
+        return judge
+    kind = judge.get("kind")
+    if kind in _MODEL_KINDS or (isinstance(kind, str) and plugin_traits(kind).asks_model):
+        if judge.get("model") is None and judge.get("base_url") is None:
+            raise SettingsError(
+                f"{key}.model: field required: name a model of model_list (it has {_listed(models)}), or one that the "
+                f"server at {key}.base_url serves"
+            )
+        return with_address(judge, models, key)
+    if kind == "composite" and isinstance(parts := judge.get("parts"), Sequence):
+        places = [f"{key}.parts.{number}" for number in range(len(parts))]
+        return {**judge, "parts": [_with_inner(part, models, at) for part, at in zip(parts, places, strict=True)]}
+    if kind == "by_family" and isinstance(judges := judge.get("judges"), Mapping):
+        inner = {name: judge_with_address(one, models, f"{key}.judges.{name}") for name, one in judges.items()}
+        return {**judge, "judges": inner, "other": judge_with_address(judge.get("other"), models, f"{key}.other")}
+    return judge
+
+
+def _with_inner(part: Any, models: Sequence[ModelEntry], key: str) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    return {**part, "judge": judge_with_address(part.get("judge"), models, f"{key}.judge")}
+
+
+def with_address(setting: Any, models: Sequence[ModelEntry], key: str) -> Any:
+    """Return the setting of a model without `base_url` with what `model_list` says about it; what is given wins.
+
+    `key` is the setting's name. Raises SettingsError if the model is not listed, or listed more than once.
+    """
+    if not isinstance(setting, Mapping) or setting.get("base_url") is not None:
+        return setting
+    name = setting.get("model")
+    if not isinstance(name, str):
+        return setting  # the component's settings say what is wrong with it
+    what = "teacher" if setting.get("kind") == "teacher" else "model"
+    entry = _entry_of(name, models, key, what)
+    one = entry.litellm_params
+    known: dict[str, Any] = {"base_url": one.base, "api_key_env": one.variable}
+    for price in _PRICES[:1] if what == "teacher" else _PRICES:
+        cost = getattr(one, price) if getattr(one, price) is not None else entry.model_info.get(price)
+        if isinstance(cost, int | float):
+            known[price.replace("per_token", "per_million")] = cost * 1e6
+    given = {field: value for field, value in setting.items() if value is not None}
+    return {**known, **given, "model": one.served_name}
+
+
+def _entry_of(name: str, models: Sequence[ModelEntry], key: str, what: str) -> ModelEntry:
+    found = [entry for entry in models if entry.model_name == name]
+    if not found:
+        provider = "hosted_vllm/NAME" if what == "teacher" else "openai/NAME"
+        raise SettingsError(
+            f"{key}.model: the {what} {name!r} is not in model_list, which has {_listed(models)}: add it there as "
+            f"{provider} with its api_base, or give {key}.base_url"
+        )
+    if len(found) > 1:
+        raise SettingsError(
+            f"{key}.model: model_list has {len(found)} entries of the name {name!r}, and a {what} is one server: give "
+            "one of them a name of its own"
+        )
+    return found[0]
+
+
+def _listed(models: Sequence[ModelEntry]) -> str:
+    return ", ".join(dict.fromkeys(entry.model_name for entry in models)) or "no model"
+
+
+# The section `agents`: the keys of an agent's entry, and how an entry and the shared sections make its settings.
+#
+# An entry takes every key of `trainer` that one agent can have for itself, the keys of `learner` that not all agents
+# share, and `share`. Keys that belong to a process or to all agents are refused with the place where they belong.
+
+Entries = Mapping[str, Mapping[str, Any]]
+
+# Keys of `trainer` that the one controller has, not each agent.
+CONTROLLER_KEYS = frozenset(
+    {"lease_seconds", "poll_interval_seconds", "metrics_port", "metrics_host", "log_format", "log_level", "report_to"}
+)
+_AGENT_ONLY = frozenset({"share"})  # an entry has them, the section `trainer` has not
+_OF_THE_PROJECT = ("base_model", "store", "vllm", "proxy", "tuner", "model_list", "project", "state_dir")
+
+
+def trainer_keys(derived: frozenset[str]) -> dict[str, Any]:
+    """Return the keys of the section `trainer`; `derived` are those that no user sets."""
+    return {key: kind for key, kind in key_tree(TrainerSettings).items() if key not in derived | _AGENT_ONLY}
+
+
+def agent_keys(derived: frozenset[str]) -> dict[str, Any]:
+    """Return the keys of an agent's entry; `derived` are those that no user sets."""
+    keys = {key: kind for key, kind in key_tree(TrainerSettings).items() if key not in derived}
+    for key in CONTROLLER_KEYS & keys.keys():
+        keys[key] = Refused(f"belongs to the trainer's process, which all agents share: set trainer.{key}")
+    for key in _OF_THE_PROJECT:
+        keys[key] = Refused(f"is shared by all agents: set {key} at the top level")
+    refusal = "is shared by all agents of the learner: set learner."
+    learner = {key: Refused(f"{refusal}{key}") if key in _SHARED else kind for key, kind in learner_keys().items()}
+    return {**keys, "learner": learner}
+
+
+def check_entries(agents: Entries) -> None:
+    """Raise ValueError unless these can be the names of agents: no two may differ by case only."""
+    check_agent_names(tuple(agents))
+    for name in agents:
+        if name in (".", ".."):
+            raise ValueError(f"agent {name!r}: its files are in a folder of its name; choose another name")
+
+
+def entry_of(agents: Entries, name: str) -> Mapping[str, Any]:
+    """Return an agent's entry. Raises SettingsError that names the nearest agent."""
+    if name not in agents:
+        nearest = nearest_name(name, tuple(agents))
+        hint = f"did you mean {nearest}?" if nearest else f"the agents are {listed(agents)}"
+        raise SettingsError(f"there is no agent {name!r}; {hint}")
+    return agents[name]
+
+
+def merged_section(shared: Mapping[str, Any], own: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section with an agent's values in place of the shared ones; inner sections are merged too."""
+    merged = dict(shared)
+    for key, value in own.items():
+        inner, before = known.get(key), merged.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping) and isinstance(before, Mapping):
+            merged[key] = merged_section(before, value, inner)
+        else:
+            merged[key] = dict(value) if isinstance(value, MappingProxyType) else value
+    return merged
+
 
 PREFIX = "RATCHET_"
 # Secrets come by variable only. They are not settings, and no file holds them.
@@ -59,10 +230,8 @@ def local_url(host: str, port: int, *, tls: bool = False) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-class VllmSettings(BaseModel):
+class VllmSettings(Section):
     """How vLLM is started."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     command: tuple[str, ...] = Field((), description="program that starts vLLM's API server; empty: this Python's vLLM")
     host: str = Field("127.0.0.1", description="loopback address that vLLM listens on")
@@ -150,10 +319,8 @@ class VllmSettings(BaseModel):
         return words[words.index("--tool-strict-level") + 1] if "--tool-strict-level" in words[:-1] else "auto"
 
 
-class Settings(BaseModel):
+class Settings(Section):
     """All settings of one project."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     project: str = Field("default", pattern=r"^[\w.-]+$", description="name of the project and of its state folder")
     state_dir: Path = Field(Path(".ratchet"), description="folder that holds the state of all projects")
@@ -185,8 +352,6 @@ class Settings(BaseModel):
     @field_validator("agents")
     @classmethod
     def _names_of_agents(cls, agents: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        from ratchet.settings.agent_entries import check_entries
-
         check_entries(agents)
         return agents
 
@@ -200,20 +365,18 @@ class Settings(BaseModel):
 
         Raises SettingsError if there is no such agent.
         """
-        from ratchet.settings import agent_entries
-
         if not self.agents and name == self.model:
             return self
-        entry = agent_entries.entry_of(self.agents or {self.model: {}}, name)
+        entry = entry_of(self.agents or {self.model: {}}, name)
         # A command-line option such as --judge sets a key of `trainer`, and is stronger than the entry.
         by_option = {path[1] for path, source in self._sources.items()
                      if path[0] == "trainer" and is_option(source)}  # fmt: skip
         own = {key: value for key, value in entry.items() if key != "learner" and key not in by_option}
-        known = agent_entries.agent_keys(DERIVED_TRAINER)
+        known = agent_keys(DERIVED_TRAINER)
         merged = {
             "model": name,
             "agents": {},
-            "trainer": agent_entries.merged_section(self.trainer, own, known),
+            "trainer": merged_section(self.trainer, own, known),
             "learner": {**self.learner, **entry.get("learner", {})},
         }
         alone = self.model_copy(update=merged)
@@ -247,8 +410,6 @@ class Settings(BaseModel):
 
     def proxy_settings(self, environ: Mapping[str, str] = os.environ, **values: Any) -> ProxySettings:
         """Return the proxy's settings; `values` override the section. Raises SettingsError."""
-        from ratchet.proxy.settings import ProxySettings
-
         derived = {
             "upstreams": (local_url(self.vllm.host, self.vllm.port),),
             "model_list": self.model_list,
@@ -288,10 +449,6 @@ class Settings(BaseModel):
 
     def trainer_settings(self, **values: Any) -> TrainerSettings:
         """Return the trainer's settings; `values` override the section. Raises SettingsError."""
-        from ratchet.settings.learner_section import parse_learner
-        from ratchet.settings.model_address import judge_with_address
-        from ratchet.trainer.errors import SettingError
-        from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
         section = ("agents", self._entry) if self._entry else ("trainer",)
         learner_section = (*section, "learner") if self._entry else ("learner",)
@@ -319,8 +476,6 @@ class Settings(BaseModel):
 
     def learner_process_settings(self) -> LearnerProcessSettings:
         """Return what the learner is started with. Raises SettingsError."""
-        from ratchet.settings.learner_section import parse_learner
-
         return parse_learner(self._learner(), self._sources)[1]
 
     def _learner(self) -> dict[str, Any]:
@@ -340,8 +495,6 @@ class Settings(BaseModel):
 
     def tuner_settings(self) -> TunerSettings:
         """Return the tuner's settings. Raises SettingsError."""
-        from ratchet.settings.model_address import with_address
-        from ratchet.tuner.settings.tuner_settings import TunerSettings
 
         given = dict(self.tuner)
         if "reflection" in given:

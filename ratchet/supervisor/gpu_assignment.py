@@ -7,8 +7,7 @@ has named for one of them are left to it.
 
 from __future__ import annotations
 
-from ratchet.settings.learner_section import parse_learner
-from ratchet.settings.project_settings import Settings
+from ratchet.settings.project_settings import Settings, parse_learner
 from ratchet.settings.setting_errors import listed
 from ratchet.supervisor.preflight_checks import Gpu, visible_gpus
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ratchet.errors import GpuMemoryTooLow
-from ratchet.settings.learner_section import parse_learner
-from ratchet.settings.project_settings import Settings
+from ratchet.settings.project_settings import Settings, parse_learner
 from ratchet.supervisor import vllm_command
 from ratchet.supervisor.adapter_slots import max_loras
 from ratchet.supervisor.gpu_assignment import assign_gpus
@@ -20,7 +19,7 @@ from ratchet.trainer.planning.gpu_memory import GIB, LearnerMemory, LearnerOptio
 from ratchet.trainer.planning.gpu_placement import GpuPlacement, MemorySplit, split_memory
 from ratchet.trainer.planning.model_shape import read_config, read_shape
 from ratchet.trainer.planning.plan import USABLE
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 
 _MIB = 2**20
 # Without a formula: half of a GPU that is shared, vLLM's own default of another.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ratchet.errors import BaseModelNotFound, GpuMemoryTooLow, SettingsError
 from ratchet.settings.project_settings import Settings
-from ratchet.trainer.settings.value_types import VARIABLE
+from ratchet.trainer.settings.learner_settings import VARIABLE
 
 _NVIDIA_SMI_TIMEOUT = 20.0  # seconds
 _HUB_TIMEOUT = 10.0  # seconds

@@ -29,7 +29,7 @@ from ratchet.settings.setting_errors import listed
 from ratchet.supervisor import memory_checks, ports, preflight_checks, vllm_command
 from ratchet.supervisor.adapter_slots import describe_thrashing
 from ratchet.trainer.learner_api import TOKEN_VARIABLE
-from ratchet.trainer.settings.value_types import pinned
+from ratchet.trainer.settings.learner_settings import pinned
 
 _PROBE_TIMEOUT = 3.0  # seconds
 _DRAIN_TIMEOUT = 4.0  # seconds that running calls get when `up` stops

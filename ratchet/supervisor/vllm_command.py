@@ -25,8 +25,7 @@ from ratchet.store.install_hint import install_hint
 from ratchet.supervisor.adapter_slots import max_cpu_loras, max_loras
 from ratchet.supervisor.output_parsers import OutputParsers, find_parsers
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files
-from ratchet.trainer.settings.adapter_and_memory import MAX_SERVABLE_RANK, SERVABLE_RANKS
-from ratchet.trainer.settings.value_types import VARIABLE, pinned
+from ratchet.trainer.settings.learner_settings import MAX_SERVABLE_RANK, SERVABLE_RANKS, VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # A vLLM plug-in for CPUs that corrects batches with and without adapters.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ratchet.tuner.rollouts.prices import Prices
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import RolloutScorer
-    from ratchet.tuner.settings.tuner_settings import TunerSettings
+    from ratchet.tuner.settings import TunerSettings
 
 _TUNER = ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")
 _SETTINGS = {"judge": "trainer.judge", "proxy": "tuner.proxy_url"} | {name: f"tuner.{name}" for name in _TUNER}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ratchet.store.store import Store
     from ratchet.store.tuning_records import Tuning
     from ratchet.tuner.reports.tuning_result import TuningResult
-    from ratchet.tuner.settings.tuner_settings import TunerSettings
+    from ratchet.tuner.settings import TunerSettings
 
 _PROMPT = ("method", "max_rollouts", "max_total_tokens", "mode", "train_tasks", "validation_tasks", "held_out_tasks")
 

@@ -23,7 +23,7 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks import TaskSet
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 from tests.harness.clients.program import Program
 from tests.harness.examples.player import Messages, Script, calls, says, text_of
 from tests.harness.proxy.running_proxy import Proxy

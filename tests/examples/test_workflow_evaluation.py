@@ -18,7 +18,7 @@ from ratchet.store.states import RolloutState, TuningState
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import EvaluationStopped, TuningError
-from ratchet.trainer.settings.release_settings import ReleaseSettings
+from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
 from tests.harness.examples.player import Messages, Script, calls, says
 from tests.harness.proxy.running_proxy import running

@@ -76,9 +76,11 @@ def _keys_of_agents() -> Iterator[str]:
 
 def _learner_descriptions() -> Iterator[tuple[str, str]]:
     """Yield (field, description) from the columns of the docstrings of the learner's classes of settings."""
-    from ratchet.trainer.settings.adapter_and_memory import AdapterAndMemorySettings
-    from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
-    from ratchet.trainer.settings.learner_settings import LearnerSettings
+    from ratchet.trainer.settings.learner_settings import (
+        AdapterAndMemorySettings,
+        LearnerProcessSettings,
+        LearnerSettings,
+    )
 
     for settings in (AdapterAndMemorySettings, LearnerSettings, LearnerProcessSettings):
         yield from _described_fields(settings)

@@ -13,10 +13,9 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.proxy.api_keys import hash_key
-from ratchet.proxy.coordination_settings import usable_cores, workers_for
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.server import serve
-from ratchet.proxy.settings import ProxySettings
+from ratchet.proxy.settings import ProxySettings, usable_cores, workers_for
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ROOT

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ratchet.cli import run
-from ratchet.settings.current_user import current_user
+from ratchet.options import current_user
 from ratchet.store.records import AuditEntry
 from ratchet.store.store import open_store
 from tests.harness.records import answered_trajectory

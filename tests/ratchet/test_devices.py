@@ -10,7 +10,7 @@ import pytest
 from ratchet.errors import GpuMemoryTooLow, SettingsError
 from ratchet.settings.load_settings import load
 from ratchet.supervisor import preflight_checks, services, vllm_command
-from ratchet.trainer.settings.value_types import VARIABLE
+from ratchet.trainer.settings.learner_settings import VARIABLE
 from tests.harness.cli.project import Project
 
 JUDGE = "tests.harness.tuner.judges:exact"

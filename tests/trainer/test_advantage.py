@@ -16,7 +16,7 @@ from ratchet.trainer.controller.advantages import (
     single_advantage,
 )
 from ratchet.trainer.errors import ScoreError
-from ratchet.trainer.settings.estimators import BUILT_IN, DEFAULT_ESTIMATOR
+from ratchet.trainer.settings.objectives import BUILT_IN, DEFAULT_ESTIMATOR
 from ratchet.trainer.statistics import has_signal
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner import gpu_memory
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 
 GIB = 2**30
 

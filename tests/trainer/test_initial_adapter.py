@@ -20,8 +20,7 @@ from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch, Settin
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner_api import OpenRequest
 from ratchet.trainer.learner_service.operations import AgentOperations, AgentSessions
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
-from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_host import ScriptedHost

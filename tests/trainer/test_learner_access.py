@@ -21,7 +21,7 @@ from ratchet.trainer.errors import LearnerRefused, LearnerTaken, LearnerUnreacha
 from ratchet.trainer.learner_api import TOKEN_VARIABLE
 from ratchet.trainer.learner_client import UNREACHABLE, LearnerAccess, LearnerCommand
 from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.ports import free_port
 from tests.harness.proxy.servers import ROOT, eventually

@@ -11,8 +11,7 @@ import torch
 from ratchet.trainer.errors import CheckpointDamaged, LearnerRefused, NoLearningSignal, SettingError
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner_api import ModelLimits, RoundReport, unfit
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
-from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.trainer.tiny import VOCABULARY, build_row, build_rows
 
 PROCESS = LearnerProcessSettings(threads=1, token_budget=256)

@@ -15,7 +15,7 @@ from ratchet.settings.load_settings import load
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner_service.launch import torchrun_command
 from ratchet.trainer.learner_service.process import LearnerProcessIdentity, difference
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 from tests.harness.proxy.servers import ROOT
 from tests.harness.trainer.two_machines import Machine, two_machines
 

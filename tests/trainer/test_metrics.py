@@ -14,7 +14,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
-from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import MeanDifference
 from tests import house
 from tests.harness.records import answered_trajectory, judged_group

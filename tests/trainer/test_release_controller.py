@@ -16,7 +16,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.release.policy import ReleaseRules, shares_of
 from ratchet.trainer.release.release_controller import ReleaseController
 from ratchet.trainer.release.release_evidence import UNIT_SECONDS, OutcomeCounter, UsualDuration
-from ratchet.trainer.settings.release_settings import ReleaseSettings
+from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from tests.harness.records import call_start, ended, tool_call
 
 SETTINGS = {"ramp": 32}

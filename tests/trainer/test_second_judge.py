@@ -18,7 +18,7 @@ from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.controller.judging.judge_runner import JudgeRunner
 from ratchet.trainer.controller.judging.rejudging import PairedJudgements, SecondJudge, agreement, in_sample
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
-from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer import judge_samples
 

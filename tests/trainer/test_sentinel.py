@@ -23,7 +23,7 @@ from ratchet.trainer.controller.sentinel.round_checks import (
 )
 from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, check_tool_health
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import mean_change, share_change
 from tests.harness.records import TOOLS
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 from tests.harness.trainer.model_shapes import SHAPES, build_shape
 from tests.harness.trainer.sharded_learners import LAYOUTS
 

@@ -13,7 +13,7 @@ from ratchet.store.states import ToolOutcome, TrajectoryState
 from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, read_behavior
 from ratchet.trainer.controller.sentinel.round_checks import INVALID_CALLS, QUESTIONS, RateHistory, check_versions
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from tests.harness.records import TOOLS
 
 SETTINGS = SentinelSettings()

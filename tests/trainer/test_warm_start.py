@@ -19,7 +19,7 @@ from ratchet.trainer.controller.warm_start import COLLECTED, SFTDataCollector, S
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.settings.judge_specs import FunctionSpec
-from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
+from ratchet.trainer.settings.trainer_sections import WarmStartSettings
 from ratchet.trainer.tasks import is_held_out
 from tests.harness.records import QUESTION, call_start, ended, tool_call
 from tests.harness.trainer import judge_samples

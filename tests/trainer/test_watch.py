@@ -11,7 +11,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.sentinel import sentinel
 from ratchet.trainer.controller.sentinel.behavior import read_behavior
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
-from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from tests.harness.records import answered_trajectory, call_start, ended
 from tests.harness.trainer import tool_records
 from tests.harness.trainer.agents import damage_tokens

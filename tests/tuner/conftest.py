@@ -15,7 +15,7 @@ from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel

@@ -85,7 +85,7 @@ def test_a_plugin_estimator_gives_the_advantages_of_groups(installed: Path) -> N
 
 def test_an_estimator_that_gives_too_few_numbers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "few.py").write_text(
-        "from ratchet.trainer.settings.estimators import AdvantageFunctions\n"
+        "from ratchet.trainer.settings.objectives import AdvantageFunctions\n"
         "ONE = AdvantageFunctions(lambda scores: scores[:1])\n"
     )
     register(tmp_path, "few", "[ratchet.advantage_estimators]\none = few:ONE\nwrong = json:dumps\n")

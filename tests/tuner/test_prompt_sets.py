@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ratchet.trainer.errors import TaskSetTooSmall
 from ratchet.tuner.prompts.task_splits import Sizes, divide
-from ratchet.tuner.settings.prompt_settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS
+from ratchet.tuner.settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS
 
 
 @dataclass(frozen=True)

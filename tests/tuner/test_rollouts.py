@@ -27,7 +27,7 @@ from ratchet.tuner.rollouts.runner import (
     plan_rollout,
 )
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 from tests.harness.proxy.running_proxy import Proxy
 from tests.tuner.conftest import jobs_of
 

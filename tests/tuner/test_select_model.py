@@ -30,7 +30,7 @@ from ratchet.tuner.selection.model_selection import (
     known_models,
     resolved,
 )
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.servers import served
 from tests.harness.tuner.scripted_models import ScriptedModels, entry

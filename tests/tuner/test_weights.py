@@ -27,7 +27,7 @@ from ratchet.tuner.rollouts.prices import Prices
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 from ratchet.tuner.tasks.task_mix import parse_families
 from ratchet.tuner.weights.weight_tuning import WeightsTuning
 from ratchet.tuner.weights.weights_plan import LIVE, WeightsPlan, config_of

@@ -23,7 +23,7 @@ from pathlib import Path
 from ratchet.trainer.adapters import checkpoint, object_store
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files as adapter_files
 from ratchet.trainer.errors import AdapterStoreUnreachable, CheckpointDamaged
-from ratchet.trainer.settings.trainer_fields import TrainerFields
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def weights_checksum(reference: str) -> str | None:
     return checkpoint.verified_digest(Path(reference), adapter_files.WEIGHTS)
 
 
-def make_adapter_store(settings: TrainerFields) -> AdapterStore:
+def make_adapter_store(settings: TrainerSettings) -> AdapterStore:
     """Return the adapter store of a trainer's settings."""
     cache = settings.checkpoints.parent / "adapter_cache"
     return AdapterStore(cache, settings.adapters.max_cache_bytes)

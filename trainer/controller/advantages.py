@@ -13,8 +13,8 @@ import msgspec
 
 from ratchet.store.records import RESAMPLE, Group, PastScore, Trajectory, Verdict
 from ratchet.trainer.errors import PluginError, ScoreError
-from ratchet.trainer.settings.estimators import DEFAULT_ESTIMATOR, AdvantageFunctions, find_estimator
-from ratchet.trainer.settings.trainer_fields import MAX_SCORES_PER_FAMILY
+from ratchet.trainer.settings.objectives import DEFAULT_ESTIMATOR, AdvantageFunctions, find_estimator
+from ratchet.trainer.settings.trainer_settings import MAX_SCORES_PER_FAMILY
 from ratchet.trainer.statistics import MIN_SCORE_SPREAD, differs, has_signal
 
 # JudgedGroup: a group with its verdicts and advantages, as the judge runner hands it to the training round.
@@ -78,7 +78,7 @@ def is_cohort(members: Sequence[Trajectory]) -> bool:
 #     reinforce++  A_i = r_i - mean(r), then divided by the standard deviation over the round: the variant with a group
 #                  baseline of Hu et al. 2025 (arXiv:2501.03262), with the same floor
 #
-# Other packages register their own: `ratchet.trainer.settings.estimators`.
+# Other packages register their own: `ratchet.trainer.settings.objectives`.
 
 # Added to the standard deviation, as in TRL: a tiny spread must not become a large advantage.
 STD_FLOOR = 1e-4

@@ -33,8 +33,8 @@ from ratchet.trainer.release.evaluation import (
 )
 from ratchet.trainer.release.publisher import Publisher
 from ratchet.trainer.release.release_controller import ReleaseController
-from ratchet.trainer.settings.estimators import find_estimator
 from ratchet.trainer.settings.judge_specs import TeacherSpec, asks_language_model, gives_only_ranks
+from ratchet.trainer.settings.objectives import find_estimator
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,7 @@ from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner.launch import IDLE_TIMEOUT, processes, rank
 from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
-from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,13 @@ from ratchet.trainer.errors import LearnerRefused, OutOfMemory, SettingError
 from ratchet.trainer.learner_api import AgentHost, ModelLimits, RoundReport, unfit
 from ratchet.trainer.observability.progress import TRAINING, Progress
 from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.settings.adapter_and_memory import AUTO
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings, process_settings_of, with_shared
-from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.learner_settings import (
+    AUTO,
+    LearnerProcessSettings,
+    LearnerSettings,
+    process_settings_of,
+    with_shared,
+)
 
 if TYPE_CHECKING:
     from ratchet.trainer.learner.agent_state import AgentState

@@ -22,7 +22,7 @@ from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch
 from ratchet.trainer.learner import expert_adapters, process_group
 from ratchet.trainer.learner.agent_state import ADAPTER, AgentState, part
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
-from ratchet.trainer.settings.adapter_and_memory import LORA_VARIANTS
+from ratchet.trainer.settings.learner_settings import LORA_VARIANTS
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ratchet.trainer.settings.adapter_and_memory import AUTO
+from ratchet.trainer.settings.learner_settings import AUTO
 
 if TYPE_CHECKING:
     from ratchet.trainer.settings.learner_settings import LearnerSettings

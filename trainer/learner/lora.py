@@ -14,8 +14,7 @@ from ratchet.trainer.learner.learning_rate import LearningRateController
 from ratchet.trainer.learner.lora_linear import lora_config
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
 from ratchet.trainer.learner.sharding import attach_sharded
-from ratchet.trainer.settings.adapter_and_memory import AUTO
-from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.learner_settings import AUTO, LearnerSettings
 
 
 def build(base_model: str, settings: LearnerSettings, sharding: str = "none") -> RecordedGRPOTrainer:

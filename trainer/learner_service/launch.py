@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 
 # Where schedulers say which of its machines this is: SLURM, a Kubernetes Job or JobSet, Kubeflow's PyTorchJob.
 _RANK_VARIABLES = ("SLURM_PROCID", "JOB_COMPLETION_INDEX", "RANK")

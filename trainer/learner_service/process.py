@@ -35,7 +35,7 @@ from ratchet.trainer.learner_service.operations import (
     LocalReferences,
     StoredReferences,
 )
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 
 if TYPE_CHECKING:
     from ratchet.trainer.learner import distributed

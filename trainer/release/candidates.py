@@ -17,8 +17,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote, number_of
 from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch, SettingError
-from ratchet.trainer.settings.adapter_and_memory import LORA_VARIANTS
-from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.learner_settings import LORA_VARIANTS, LearnerSettings
 
 # Select the candidate to publish next: trained versions before prompt changes, the newest of each.
 #

@@ -36,7 +36,7 @@ from ratchet.trainer.release.invariants import (
     has_sampling_parameters,
     sampling_of,
 )
-from ratchet.trainer.settings.release_settings import ReleaseSettings
+from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import MeanDifference, boundary
 

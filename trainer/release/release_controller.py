@@ -37,7 +37,7 @@ from ratchet.trainer.release.publisher import (
     require_approval,
 )
 from ratchet.trainer.release.release_evidence import OutcomeCounter, decision_evidence, describe_release
-from ratchet.trainer.settings.release_settings import ReleaseSettings
+from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.trainer.statistics import MeanDifference
 
 # What must hold before a ramp ends, besides the evidence: else a person decides.

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -26,6 +25,7 @@ from pydantic import (
 )
 
 from ratchet.trainer.errors import JudgeError, PluginError
+from ratchet.trainer.settings.learner_settings import Section
 from ratchet.trainer.user_code.entry_points import ENTRY_POINT
 from ratchet.trainer.user_code.plugins import JUDGES, load_plugin, missing_plugin_remedy, plugin_names
 
@@ -65,10 +65,8 @@ def _models_url(url: str) -> str:
     return f"{_checked_url(url).removesuffix('/v1')}/v1"
 
 
-class JudgeSettings(BaseModel):
+class JudgeSettings(Section):
     """The settings of one judge, built in or of a plug-in. Unknown names are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     @classmethod
     def of_plugin(cls, name: str, settings: Mapping[str, Any]) -> Self:

@@ -1,17 +1,148 @@
-"""The learner's settings: meaning, defaults and ranges. Imports no torch, so the command line can parse them quickly.
+"""The learner's settings: how an agent's adapter is trained, and what all agents of the learner share.
 
-An instance is always valid; the error of an invalid one names the field and the remedy.
+Imports no torch. An instance is always valid; the error of an invalid one names the field and the remedy.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from ratchet.trainer.settings.adapter_and_memory import AUTO, AdapterAndMemorySettings
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+
+from ratchet.store.access.replicas import plain_url
+from ratchet.trainer.errors import SettingError
 from ratchet.trainer.settings.objectives import MEANS, Objective, find_objective
+
+
+class Section(BaseModel):
+    """A section of the settings: frozen; unknown names are errors, and no error shows a value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+_DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/.-]+")
+
+
+def _as_text(value: Any) -> Any:
+    """Return `0`, `[0, 1]` or `"0,1"` in the format of CUDA_VISIBLE_DEVICES."""
+    if value is None:
+        return None
+    parts = value if isinstance(value, list | tuple) else str(value).split(",") if str(value).strip() else []
+    names = [str(part).strip() for part in parts]
+    for name in names:
+        if not _DEVICE.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is not a device: give numbers, or UUIDs as nvidia-smi -L prints them, such as 0,1"
+            )
+    return ",".join(names)
+
+
+PlainUrl = Annotated[str, AfterValidator(plain_url)]  # http(s), stored without a trailing /v1
+# GPUs in the format of CUDA_VISIBLE_DEVICES, which they override; without either every GPU is visible, "" hides all.
+Devices = Annotated[str | None, BeforeValidator(_as_text)]
+
+
+def pinned(devices: str | None) -> dict[str, str]:
+    """Return the environment variable for these devices; empty if the environment's own applies."""
+    return {} if devices is None else {VARIABLE: devices}
+
+
+AUTO: Literal["auto"] = "auto"
+
+# Number formats of the learner's computation, in vLLM's words.
+DTYPES = (AUTO, "bfloat16", "float32")
+
+# Quantizations of the frozen base model.
+QUANTIZATIONS = ("none", "nf4")
+
+# Implementations of attention, by their names in transformers.
+ATTENTIONS = (AUTO, "sdpa", "eager", "flash_attention_2", "flash_attention_3")
+
+# The values of vLLM's --max-lora-rank; its LoRA kernels pad other ranks up to one of them.
+SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MAX_SERVABLE_RANK = SERVABLE_RANKS[-1]
+
+# Variants of LoRA in adapter_config.json that compute something else from the same matrices.
+LORA_VARIANTS = (
+    "use_dora",
+    "use_rslora",
+    "use_qalora",
+    "alpha_pattern",
+    "rank_pattern",
+    "modules_to_save",
+    "lora_bias",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterAndMemorySettings:
+    """The shape of the adapters, and how rows are computed. Raises SettingError for values out of range.
+
+    lora_r                    rank of the LoRA adapters
+    target_modules            layers that get an adapter: all-linear, or a list of names; all-linear includes the
+                              experts of a mixture of experts, and leaves out its router and a vision tower
+    exclude_modules           layers that get no adapter: names, or endings of names, as for target_modules
+    token_budget              padded tokens per micro-batch; affects memory, never the result
+    dtype                     number format of the base model and of the computation: bfloat16, float32, or auto: as
+                              `vllm.dtype`, so that the learner sees what is served; where that is auto too, bfloat16 on
+                              a GPU and float32 on a CPU; adapters stay in float32
+    share_prefixes            compute a prefix that rows share once, if that is faster and the model's attention allows
+                              it; never affects the result
+    quantization              quantization of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
+    gradient_checkpointing    recompute activations in the backward pass, all but those of attention: much less memory
+                              for up to half more time; auto: in as many layers as the free memory of the GPU requires
+    activation_offload        keep the activations between layers in the host's memory, and recompute attention too:
+                              least GPU memory, for very long rows; needs gradient_checkpointing
+    attn_implementation       attention of the base model: sdpa, eager, flash_attention_2, flash_attention_3, or auto:
+                              FlashAttention where the package is installed and there is a GPU, else sdpa
+    threads                   CPU threads of torch; null: torch's default; 1 is by far the fastest for models of a few
+                              million parameters, and if vLLM runs on the same cores
+    """
+
+    lora_r: int = 8
+    target_modules: str | Sequence[str] = "all-linear"
+    exclude_modules: Sequence[str] = ()
+    token_budget: int = 8192
+    dtype: str = AUTO
+    share_prefixes: bool = True
+    quantization: str = "none"
+    gradient_checkpointing: bool | Literal["auto"] = AUTO
+    activation_offload: bool = False
+    attn_implementation: str = AUTO
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        self.check_shared()
+
+    def check_shared(self) -> None:
+        """Raise SettingError if a field of this class is out of range."""
+        self._require("lora_r", 1 <= self.lora_r <= MAX_SERVABLE_RANK, f"an integer from 1 to {MAX_SERVABLE_RANK}")
+        self._require("target_modules", bool(self.target_modules), '"all-linear" or the names of linear layers')
+        self._require("token_budget", self.token_budget >= 1, "at least 1, such as 8192")
+        self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        self._require("quantization", self.quantization in QUANTIZATIONS, f"one of {', '.join(QUANTIZATIONS)}")
+        checkpointing = self.gradient_checkpointing
+        self._require("gradient_checkpointing", checkpointing in (True, False, AUTO), "true, false or auto")
+        self._require(
+            "activation_offload",
+            not self.activation_offload or bool(checkpointing),
+            "false, unless gradient_checkpointing is true or auto",
+        )
+        names = ", ".join(ATTENTIONS)
+        self._require("attn_implementation", self.attn_implementation in ATTENTIONS, f"one of {names}")
+        self._require("threads", self.threads is None or self.threads >= 1, "None or at least 1")
+
+    def _require(self, field: str, valid: bool, remedy: str) -> None:
+        if not valid:
+            raise SettingError(f"learner.{field} is {getattr(self, field)!r}; it must be {remedy}")
+
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -150,3 +281,84 @@ class LearnerSettings(AdapterAndMemorySettings):
             self.objective.epsilon_low if low is None else low,
             self.objective.epsilon_high if high is None else high,
         )
+
+
+MAX_PORT = 65535
+MAX_BODY_MB = 4095  # a frame's length has 32 bits
+
+# How several processes hold the base model.
+SHARDINGS = ("none", "fsdp2")
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerProcessSettings(AdapterAndMemorySettings):
+    """What the learner of one base model is started with. Raises SettingError for values out of range.
+
+    devices                   GPUs of the learner: 0, or 0,1, or UUIDs; null: those in CUDA_VISIBLE_DEVICES, of which
+                              `ratchet up` leaves the first to vLLM, if there are enough for both
+    num_processes             training processes of each machine, started by torchrun
+    gpu_memory_utilization    share of each of its GPUs that the learner may take; null: all that is free, but beside
+                              vLLM on one GPU `ratchet up` sets what `vllm.gpu_memory_utilization` leaves
+    sharding                  how the processes hold the base model: none, each has a copy; or fsdp2, each has a part of
+                              every layer (torch's fully_shard), for models that do not fit one GPU; not with nf4
+    machines                  machines of the learner; each runs `ratchet learner` with its num_processes
+    machine_rank              number of this machine, from 0; null: SLURM_PROCID, JOB_COMPLETION_INDEX or RANK
+    leader                    address of machine 0, which the others connect to; null: MASTER_ADDR
+    leader_port               port of machine 0 for the others
+    url                       address of a learner that is started elsewhere, such as http://gpu1:8002; null: `ratchet
+                              up` and `ratchet trainer` start one
+    host                      address that the learner listens on; any but loopback requires RATCHET_LEARNER_TOKEN
+    port                      port that the learner listens on; 0: any free one, which `ratchet up` and `ratchet
+                              trainer` take too unless a port is set
+    max_body_mb               largest request of a controller, a round's rows, in MiB
+    """
+
+    devices: Devices = None
+    num_processes: int = 1
+    machines: int = 1
+    machine_rank: int | None = None
+    leader: str | None = None
+    leader_port: int = 29500
+    url: PlainUrl | None = None
+    host: str = "127.0.0.1"
+    port: int = 8002
+    max_body_mb: int = 1024
+    gpu_memory_utilization: float | None = None
+    sharding: str = "none"
+
+    def __post_init__(self) -> None:
+        self.check_shared()
+        self._require("num_processes", self.num_processes >= 1, "at least 1")
+        self._require("machines", self.machines >= 1, "at least 1")
+        rank = self.machine_rank
+        self._require("machine_rank", rank is None or 0 <= rank < self.machines, "null, or from 0 to machines - 1")
+        self._require("leader_port", 0 < self.leader_port <= MAX_PORT, "a port, such as 29500")
+        self._require("port", 0 <= self.port <= MAX_PORT, "a port, such as 8002, or 0")
+        self._require("max_body_mb", 1 <= self.max_body_mb <= MAX_BODY_MB, f"from 1 to {MAX_BODY_MB}")
+        share = self.gpu_memory_utilization
+        self._require("gpu_memory_utilization", share is None or 0 < share <= 1, "null, or above 0 and at most 1")
+        self._require("sharding", self.sharding in SHARDINGS, f"one of {', '.join(SHARDINGS)}")
+        self._require(
+            "sharding",
+            self.sharding == "none" or self.quantization == "none",
+            "none with learner.quantization nf4, whose packed weights cannot be sharded: with fsdp2 the base model "
+            "stays in bf16, so set learner.quantization to none",
+        )
+
+
+# What an agent and its learner both have: those of the learner apply.
+_SHARED = tuple(field.name for field in fields(AdapterAndMemorySettings))
+
+
+def process_settings_of(
+    settings: LearnerSettings, process: LearnerProcessSettings | None = None
+) -> LearnerProcessSettings:
+    """Return the settings of a learner whose only agent has these."""
+    shared = {name: getattr(settings, name) for name in _SHARED}
+    return replace(process or LearnerProcessSettings(), **shared)
+
+
+def with_shared(settings: LearnerSettings, process: LearnerProcessSettings) -> LearnerSettings:
+    """Return an agent's settings with what all agents of its learner share; its token_budget may be smaller."""
+    shared = {name: getattr(process, name) for name in _SHARED if name != "token_budget"}
+    return replace(settings, **shared, token_budget=min(settings.token_budget, process.token_budget))

@@ -39,7 +39,13 @@ from functools import cache
 from typing import Any, Literal
 
 from ratchet.trainer.errors import PluginError, SettingError
-from ratchet.trainer.user_code.plugins import OBJECTIVE_PLUGINS, OWN_PLUGINS, load_plugin, plugin_names
+from ratchet.trainer.user_code.plugins import (
+    ADVANTAGE_ESTIMATORS,
+    OBJECTIVE_PLUGINS,
+    OWN_PLUGINS,
+    load_plugin,
+    plugin_names,
+)
 
 Mean = Literal["tokens", "rows", "trajectories", "length"]
 MEANS = ("tokens", "rows", "trajectories")  # those that `learner.mean_over` offers
@@ -134,6 +140,47 @@ def _plugin(name: str) -> Objective:
     if not isinstance(found, Objective):
         raise SettingError(
             f"learner.loss_type is {name!r}, whose plug-in is a {type(found).__name__}: it must be an Objective of "
+            "ratchet.trainer.settings.objectives (docs/plugins.md)"
+        )
+    return found
+
+
+# Advantage estimators by name; the built-in formulas are in `ratchet.trainer.controller.advantages`.
+BUILT_IN = ("grpo", "dr_grpo", "rloo", "reinforce++")
+DEFAULT_ESTIMATOR = "dr_grpo"  # of trainer.advantage_estimator
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageFunctions:
+    """An advantage estimator of another package.
+
+    `group` maps the G scores of a group, of which some differ, to G advantages. Cohorts and ungrouped trajectories are
+    estimated as by dr_grpo: relative to the mean of the other members, and of the family's earlier scores.
+    """
+
+    group: Callable[[Sequence[float]], Sequence[float]]
+
+
+def why_unknown(name: str) -> str | None:
+    """Return what is wrong with an estimator's name; None if there is one. Imports no plug-in."""
+    plugins = plugin_names(ADVANTAGE_ESTIMATORS) if name not in BUILT_IN else []
+    if name in BUILT_IN or name in plugins:
+        return None
+    installed = f", or a plug-in: {', '.join(plugins)}" if plugins else ""
+    return f"{name!r} is no advantage estimator; use one of {', '.join(BUILT_IN)}{installed}"
+
+
+def find_estimator(name: str) -> AdvantageFunctions | None:
+    """Return a plug-in's estimator; None for a built-in one. Raises PluginError."""
+    return None if name in BUILT_IN else _plugin_estimator(name)
+
+
+@cache
+def _plugin_estimator(name: str) -> AdvantageFunctions:
+    found = load_plugin(ADVANTAGE_ESTIMATORS, name)
+    if not isinstance(found, AdvantageFunctions):
+        raise PluginError(
+            f"advantage estimator {name!r} is a {type(found).__name__}: it must be AdvantageFunctions of "
             "ratchet.trainer.settings.objectives (docs/plugins.md)"
         )
     return found

@@ -1,4 +1,4 @@
-"""The trainer's settings with the checks across fields. Unknown names are errors. Imports no torch.
+"""The trainer's settings, with the checks across fields. Unknown names are errors. Imports no torch.
 
 Settings that are valid one by one but can never train anything are refused with the reason and the remedy. Problems
 that depend on traffic (greedy responses, a judge that gives equal scores) raise an alarm instead.
@@ -6,13 +6,14 @@ that depend on traffic (greedy responses, a judge that gives equal scores) raise
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from ratchet.trainer.settings.adapter_and_memory import AUTO
-from ratchet.trainer.settings.estimators import DEFAULT_ESTIMATOR
+from ratchet.store.access.replicas import check_entry
 from ratchet.trainer.settings.judge_specs import (
     ByFamilySpec,
     CompositeSpec,
@@ -22,38 +23,209 @@ from ratchet.trainer.settings.judge_specs import (
     TeacherSpec,
     gives_only_ranks,
 )
-from ratchet.trainer.settings.learner_settings import LearnerSettings
-from ratchet.trainer.settings.trainer_fields import MAX_SCORES_PER_FAMILY, TrainerFields
+from ratchet.trainer.settings.learner_settings import AUTO, LearnerProcessSettings, LearnerSettings, Section
+from ratchet.trainer.settings.objectives import DEFAULT_ESTIMATOR, why_unknown
+from ratchet.trainer.settings.trainer_sections import (
+    AdapterSettings,
+    ReleaseSettings,
+    ResamplingSettings,
+    SentinelSettings,
+)
+from ratchet.trainer.user_code.plugins import MONITORS, missing_plugin_remedy, plugin_names
 
+MAX_SCORES_PER_FAMILY = 512  # newest scores that a baseline uses
 _MIN_NORM = 1e-6  # a smaller gradient is lost in AdamW's epsilon of 1e-8
 _MIN_RATE = 1e-9  # a smaller step does not change an fp32 weight of 0.01
 _MIN_CLIP = 1e-4  # the ratio of any trained token differs more from 1
 _MIN_TOLERANCE = 1e-5  # nats; two engines never agree to more digits
 
 
-class TrainerSettings(TrainerFields):
+def _installed_monitor(name: str) -> str:
+    """Check that a monitor is registered. Raises ValueError."""
+    installed = plugin_names(MONITORS)
+    if name not in installed:
+        names, remedy = ", ".join(installed) or "none", missing_plugin_remedy(MONITORS, name)
+        raise ValueError(f"unknown monitor {name!r} (installed: {names}): {remedy}")
+    return name
+
+
+class TrainerSettings(Section):
     """The settings of one trainer. Settings that cannot train anything are refused with the reason."""
+
+    store: str = Field(description="URL or SQLite path of the store")
+    model: str = Field(description="alias that agents request; versions are alias@1, alias@2, ...")
+    base_model: str = Field(description="folder or hub name of the base model that vLLM serves")
+    vllm: tuple[str, ...] = Field(
+        min_length=1, repr=False, description="the vLLM replicas: URLs without /v1, or lists of them"
+    )
+    checkpoints: Path = Field(description="folder for the checkpoints, one per version; vLLM must be able to read it")
+    adapters: AdapterSettings = Field(
+        default_factory=AdapterSettings, description="another place for the checkpoints, such as object storage"
+    )
+    judge: JudgeSpec = Field(description="the judge: module:function, or a mapping with `kind` (docs/judges.md)")
+    share: float = Field(1.0, gt=0, description="share of the learner's time, relative to the other agents' shares")
+    judge_attempts: int = Field(
+        5, ge=1, description="attempts of the judge before a trajectory without a score is dropped as judge_failed"
+    )
+    judge_retry_seconds: float = Field(
+        5.0, ge=0, description="wait before a failed judge is called again; it grows fourfold"
+    )
+    seal_after_idle_seconds: float = Field(
+        60.0, gt=0, description="time without calls after which a trajectory is complete"
+    )
+    num_generations: int = Field(8, ge=2, description="attempts at one task that form a group")
+    min_group_size: int = Field(2, ge=2, description="smallest group that is trained")
+    group_wait_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="wait before a group smaller than num_generations is formed; it also waits for running attempts, "
+        "this long plus four times the duration of the longest complete one",
+    )
+    advantage_estimator: str = Field(
+        DEFAULT_ESTIMATOR,
+        description="how scores become advantages: dr_grpo (less the group's mean), rloo, grpo (also divided by the "
+        "group's standard deviation), reinforce++, or a plug-in's (docs/plugins.md)",
+    )
+    judge_noise: float | None = Field(
+        None,
+        ge=0,
+        description="standard deviation of the judge's scores of one and the same answer: groups whose spread it "
+        "explains are not trained; null: what `ratchet judge calibrate` measured, until then 0.02 for judges that ask "
+        "a language model and 0 for others",
+    )
+    turn_weight: float = Field(
+        0.0, ge=0, description="weight of the judge's scores of single calls (components turn:1, turn:2, ...); 0: none"
+    )
+    mask_truncated_completions: bool = Field(
+        True, description="mask responses that reached their maximum length (finish reason `length`)"
+    )
+    train_penalized: bool = Field(
+        False,
+        description="train responses sampled with penalties, logit_bias or min_tokens, without importance weights: "
+        "their logprobs belong to a distribution that the learner does not compute",
+    )
+    roles: tuple[str, ...] = Field((), description="roles of a multi-agent system that are trained; empty: all")
+    role_patterns: dict[str, str] = Field(
+        default_factory=dict,
+        description="regular expression of the system prompt by role, for calls without x-ratchet-role; the first "
+        "match counts",
+    )
+    scale_advantages_by_family: bool = Field(
+        False, description="scale the advantages of each task family to the same spread"
+    )
+    ungrouped: Literal["drop", "baseline", "cohort"] = Field(
+        "drop",
+        description="trajectories without a group: drop; baseline: compare with past scores of the task family; "
+        "cohort: as baseline, and while there are too few scores, with others of the same system prompt and tools",
+    )
+    min_baseline_samples: int = Field(16, ge=2, description="minimum past scores of a task family for a baseline")
+    groups_per_round: int = Field(16, ge=1, description="groups with a learning signal in a round")
+    round_wait_seconds: float = Field(600.0, gt=0, description="time after which a round starts with fewer groups")
+    min_groups_per_round: int = Field(
+        1, ge=1, description="minimum groups in a round; an ungrouped trajectory counts as 1 / num_generations"
+    )
+    max_staleness: int = Field(4, ge=0, description="versions after which a group is too old to train and is dropped")
+    no_signal_alarm: int = Field(5, ge=1, description="consecutive groups without variance that raise an alarm")
+    proof_tolerance: float = Field(
+        0.1,
+        gt=0,
+        description="largest mean |served - trainer| logprob of a new version, nats; otherwise it is rejected",
+    )
+    keep_loaded_adapters: int = Field(2, ge=0, description="retired versions that stay loaded in vLLM")
+    keep_checkpoints: int = Field(
+        8, ge=1, description="newest versions kept on disk, in addition to the live and best ones"
+    )
+    keep_optimizer_states: int = Field(
+        2, ge=1, description="newest, and best, versions whose optimizer state is kept on disk"
+    )
+    lease_seconds: float = Field(
+        30.0, gt=0, description="time after which another trainer takes over from one that died"
+    )
+    poll_interval_seconds: float = Field(
+        0.25, gt=0, description="wait between looks into the store; one query looks for all agents"
+    )
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of the trainer's /metrics; 0: any free port; null: none"
+    )
+    metrics_host: str = Field("127.0.0.1", description="listen address of the trainer's /metrics")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="`text`: logfmt after time and level; `json`: one object per line"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="minimum level of log lines; readiness is always logged"
+    )
+    report_to: tuple[Annotated[str, AfterValidator(_installed_monitor)], ...] = Field(
+        (), description="monitors that receive rounds and decisions: plug-ins, such as tensorboard and wandb"
+    )
+    sentinel: SentinelSettings = Field(
+        default_factory=SentinelSettings,
+        description="checks of the newest trajectories and rounds, and their alarm thresholds",
+    )
+    resample: ResamplingSettings = Field(
+        default_factory=ResamplingSettings,
+        description="further responses to single-call prompts, sampled while vLLM is idle",
+    )
+    release: ReleaseSettings = Field(
+        default_factory=ReleaseSettings, description="how proven versions become live, and how they are taken back"
+    )
+    learner: LearnerSettings = Field(default_factory=LearnerSettings, description="how the adapter is trained")
+    learner_process: LearnerProcessSettings = Field(
+        default_factory=LearnerProcessSettings, description="what the learner of the base model is started with"
+    )
+
+    @field_validator("advantage_estimator")
+    @classmethod
+    def _estimator_is_known(cls, name: str) -> str:
+        reason = why_unknown(name)
+        if reason is not None:
+            raise ValueError(reason)
+        return name
+
+    @field_validator("num_generations", "min_group_size", mode="before")
+    @classmethod
+    def _is_a_group(cls, value: Any) -> Any:
+        if value == 1:
+            raise ValueError(
+                "a group of 1 has nothing to compare, so every advantage would be 0: use 2 or more; if your traffic "
+                "never repeats a task, set ungrouped: baseline"
+            )
+        return value
+
+    @field_validator("role_patterns")
+    @classmethod
+    def _compile(cls, prompts: dict[str, str]) -> dict[str, str]:
+        for role, pattern in prompts.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"the pattern of role {role} is not a regular expression: {error}") from error
+        return prompts
+
+    @field_validator("vllm")
+    @classmethod
+    def _replicas(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check_entry, entries))
+
+    @property
+    def versions(self) -> str:
+        """The folder or URL that holds the alias's versions."""
+        store = self.adapters.store
+        return f"{store}/{self.model}/checkpoints" if store else str(self.checkpoints)
 
     @model_validator(mode="after")
     def _is_trainable(self) -> Self:
-        reason = check_trainable(self)
+        reason = next((reason for check in _CHECKS if (reason := check(self)) is not None), None)
         if reason is not None:
             raise ValueError(reason)
         if self.keep_checkpoints <= self.keep_loaded_adapters:
             raise ValueError(
                 f"keep_checkpoints {self.keep_checkpoints} must be more than keep_loaded_adapters "
-                f"{self.keep_loaded_adapters}: vLLM reads the "
-                "folder of what it has loaded"
+                f"{self.keep_loaded_adapters}: vLLM reads the folder of what it has loaded"
             )
         return self
 
 
-def check_trainable(settings: TrainerFields) -> str | None:
-    """Return why these settings cannot train anything, with the remedy; None if they can."""
-    return next((reason for check in _CHECKS if (reason := check(settings)) is not None), None)
-
-
-def _min_group_size(settings: TrainerFields) -> str | None:
+def _min_group_size(settings: TrainerSettings) -> str | None:
     if settings.min_group_size <= settings.num_generations:
         return None
     return (
@@ -62,7 +234,7 @@ def _min_group_size(settings: TrainerFields) -> str | None:
     )
 
 
-def _min_round(settings: TrainerFields) -> str | None:
+def _min_round(settings: TrainerSettings) -> str | None:
     if settings.min_groups_per_round <= settings.groups_per_round:
         return None
     return (
@@ -71,17 +243,16 @@ def _min_round(settings: TrainerFields) -> str | None:
     )
 
 
-def _min_baseline(settings: TrainerFields) -> str | None:
+def _min_baseline(settings: TrainerSettings) -> str | None:
     if settings.ungrouped == "drop" or settings.min_baseline_samples <= MAX_SCORES_PER_FAMILY:
         return None
     return (
         f"min_baseline_samples {settings.min_baseline_samples} is more than the {MAX_SCORES_PER_FAMILY} scores kept "
-        "per "
-        "task family: no ungrouped trajectory would ever have a baseline; lower it, 16 is usual"
+        "per task family: no ungrouped trajectory would ever have a baseline; lower it, 16 is usual"
     )
 
 
-def _relative_judge_of_ungrouped(settings: TrainerFields) -> str | None:
+def _relative_judge_of_ungrouped(settings: TrainerSettings) -> str | None:
     if settings.ungrouped == "drop" or not gives_only_ranks(settings.judge):
         return None
     return (
@@ -91,7 +262,7 @@ def _relative_judge_of_ungrouped(settings: TrainerFields) -> str | None:
     )
 
 
-def _too_few_resamples(settings: TrainerFields) -> str | None:
+def _too_few_resamples(settings: TrainerSettings) -> str | None:
     if not 0 < settings.resample.samples < settings.min_group_size - 1:
         return None
     return (
@@ -101,7 +272,7 @@ def _too_few_resamples(settings: TrainerFields) -> str | None:
     )
 
 
-def _resampling_without_feedback(settings: TrainerFields) -> str | None:
+def _resampling_without_feedback(settings: TrainerSettings) -> str | None:
     missing = _feedback_without_reader(settings.judge) if settings.resample.samples else None
     if missing is None:
         return None
@@ -126,24 +297,23 @@ def _feedback_without_reader(judge: JudgeSpec) -> str | None:
     return None
 
 
-def _proof_tolerance(settings: TrainerFields) -> str | None:
+def _proof_tolerance(settings: TrainerSettings) -> str | None:
     if settings.proof_tolerance >= _MIN_TOLERANCE:
         return None
     return (
         f"proof_tolerance {settings.proof_tolerance:g} is smaller than the rounding of two engines: every version "
-        "would "
-        "be rejected; 0.01 to 0.2 is usual"
+        "would be rejected; 0.01 to 0.2 is usual"
     )
 
 
-def _learning_rate(settings: TrainerFields) -> str | None:
+def _learning_rate(settings: TrainerSettings) -> str | None:
     rate = settings.learner.learning_rate
     if isinstance(rate, str) or rate >= _MIN_RATE:
         return None
     return f"learner.learning_rate {rate:g} is too small to change an fp32 weight; use auto, or 1e-6 to 1e-4"
 
 
-def _target_kl(settings: TrainerFields) -> str | None:
+def _target_kl(settings: TrainerSettings) -> str | None:
     learner = settings.learner
     if learner.target_kl is None or (learner.learning_rate == AUTO and learner.loss_type != "sft"):
         return None
@@ -153,7 +323,7 @@ def _target_kl(settings: TrainerFields) -> str | None:
     )
 
 
-def _max_grad_norm(settings: TrainerFields) -> str | None:
+def _max_grad_norm(settings: TrainerSettings) -> str | None:
     if not 0 < settings.learner.max_grad_norm < _MIN_NORM:
         return None
     return (
@@ -162,7 +332,7 @@ def _max_grad_norm(settings: TrainerFields) -> str | None:
     )
 
 
-def _clip_range(settings: TrainerFields) -> str | None:
+def _clip_range(settings: TrainerSettings) -> str | None:
     learner = settings.learner
     width = max(learner.clip)
     by_token = learner.objective.shape == "clip" and learner.objective.ratio == "token"
@@ -174,7 +344,7 @@ def _clip_range(settings: TrainerFields) -> str | None:
     )
 
 
-def _pairs_of_ungrouped(settings: TrainerFields) -> str | None:
+def _pairs_of_ungrouped(settings: TrainerSettings) -> str | None:
     preference = settings.learner.objective.preference
     if preference is None or not preference.of_groups or settings.ungrouped == "drop":
         return None
@@ -185,7 +355,7 @@ def _pairs_of_ungrouped(settings: TrainerFields) -> str | None:
     )
 
 
-def _turn_weight_of_preferences(settings: TrainerFields) -> str | None:
+def _turn_weight_of_preferences(settings: TrainerSettings) -> str | None:
     if not settings.turn_weight or not settings.learner.objective.preference:
         return None
     return (
@@ -193,7 +363,7 @@ def _turn_weight_of_preferences(settings: TrainerFields) -> str | None:
     )
 
 
-def _setting_without_effect(settings: TrainerFields) -> str | None:
+def _setting_without_effect(settings: TrainerSettings) -> str | None:
     """Return a setting that was changed although the loss ignores it."""
     learner, objective = settings.learner, settings.learner.objective
     used_by_loss = {
@@ -212,7 +382,7 @@ def _setting_without_effect(settings: TrainerFields) -> str | None:
     return f"learner.{unused[0]} has no effect with loss {learner.loss_type}: leave it out, or use a loss that has it"
 
 
-def _teacher(settings: TrainerFields) -> str | None:
+def _teacher(settings: TrainerSettings) -> str | None:
     distilled, taught = settings.learner.objective.distillation, isinstance(settings.judge, TeacherSpec)
     if distilled and not taught:
         return (
@@ -227,7 +397,7 @@ def _teacher(settings: TrainerFields) -> str | None:
     return None
 
 
-def _without_effect_on_distillation(settings: TrainerFields) -> str | None:
+def _without_effect_on_distillation(settings: TrainerSettings) -> str | None:
     if not settings.learner.objective.distillation:
         return None
     release = settings.release
@@ -250,7 +420,7 @@ def _without_effect_on_distillation(settings: TrainerFields) -> str | None:
     )
 
 
-_CHECKS: tuple[Callable[[TrainerFields], str | None], ...] = (
+_CHECKS: tuple[Callable[[TrainerSettings], str | None], ...] = (
     _min_group_size,
     _min_round,
     _min_baseline,

@@ -36,8 +36,7 @@ from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.selection.choice import figures_of
 from ratchet.tuner.selection.model_selection import busy_seconds
-from ratchet.tuner.settings.prompt_settings import SEARCH_ROLLOUTS
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import SEARCH_ROLLOUTS, TunerSettings
 from ratchet.tuner.tasks.task_mix import VALIDATION
 
 PROMPT_TUNING = "prompt tuning"  # name of the progress bar: rollouts of the budget

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from ratchet.trainer.errors import TaskSetTooSmall
-from ratchet.tuner.settings.prompt_settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS
+from ratchet.tuner.settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS
 
 _MAX_HELD_OUT_TASKS: Final = 100  # taken from the training split if there is no test split and no number is set
 

@@ -23,7 +23,7 @@ from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.tuner.rollouts.scoring import NO_CALL
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 
 _MIN_SPREAD = 1e-9
 _VALUES_TRIED = 8  # values of the row, tried as answers

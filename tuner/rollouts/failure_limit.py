@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ratchet.trainer.errors import TooManyFailures
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 
 FIRST = 16  # rollouts of which one must succeed if `max_failures` is null
 _SHOWN = 3  # different failures in a message

@@ -33,7 +33,7 @@ from ratchet.trainer.tasks import Task
 from ratchet.trainer.user_code.exit_guard import guarded_task
 from ratchet.tuner.rollouts.failure_limit import Failures, FirstRollouts
 from ratchet.tuner.rollouts.workflow import Workflow
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 
 _Written = TypeVar("_Written")
 

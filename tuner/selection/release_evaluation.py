@@ -24,7 +24,7 @@ from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.release.candidates import version_name
 from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation, Sides, compare_with_judge
-from ratchet.trainer.settings.release_settings import ReleaseSettings
+from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.trainer.statistics import Compared
 from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.rollouts.prices import Prices
@@ -32,7 +32,7 @@ from ratchet.tuner.rollouts.runner import RolloutRunner, final_rollouts
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.selection.model_selection import ModelSelector, Request
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 
 _NEWEST = 50  # newest runs searched for one to resume
 

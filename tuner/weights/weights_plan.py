@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
+from ratchet.trainer.settings.trainer_sections import WarmStartSettings
 from ratchet.trainer.statistics import Compared
 from ratchet.trainer.tasks import TEST
 

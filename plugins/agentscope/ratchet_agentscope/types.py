@@ -12,7 +12,7 @@ from ratchet.api.tasks import Tasks
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.user_code.judgement import Judgement
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
-from ratchet.tuner.settings.prompt_settings import SEARCH_ROLLOUTS
+from ratchet.tuner.settings import SEARCH_ROLLOUTS
 
 WorkflowType = Callable[..., Awaitable[WorkflowOutput]]
 JudgeType = Callable[..., Awaitable["JudgeOutput"]]

@@ -12,7 +12,7 @@ import sys
 from ratchet.store.store import open_store
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
-from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.settings import TunerSettings
 from ratchet.tuner.tasks.imported import open_source
 
 WORKFLOW = "ratchet.environments.verifiers:workflow"

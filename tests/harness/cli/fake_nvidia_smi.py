@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.supervisor import vllm_command
-from ratchet.trainer.settings.value_types import VARIABLE
+from ratchet.trainer.settings.learner_settings import VARIABLE
 
 
 def install(

@@ -11,8 +11,7 @@ from typing import Any
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.observability.monitors import Point
-from ratchet.trainer.settings.estimators import AdvantageFunctions
-from ratchet.trainer.settings.objectives import Objective, StepTokens
+from ratchet.trainer.settings.objectives import AdvantageFunctions, Objective, StepTokens
 from ratchet.tuner.prompts.optimizer import Evaluate, Reflection, Search
 
 

@@ -20,7 +20,7 @@ from ratchet.store.records import ToolCall, Verdict, VersionDraw
 from ratchet.store.states import PolicyState, ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from ratchet.trainer.release.release_controller import ReleaseController
-from ratchet.trainer.settings.release_settings import ReleaseSettings
+from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from tests.harness.records import call_start, ended, tool_call
 
 ALIAS = "mail"

@@ -27,8 +27,7 @@ from ratchet.trainer.learner import distributed
 from ratchet.trainer.learner.host import Learner, LearnerHost
 from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
-from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.ports import free_port
 from tests.harness.trainer.tiny import build_row, build_rows
 

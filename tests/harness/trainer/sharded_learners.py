@@ -17,8 +17,7 @@ from typing import Any
 
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner.launch import rank
-from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
-from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.ports import free_port
 from tests.harness.trainer.model_shapes import SHAPES
 from tests.harness.trainer.several_processes import forked

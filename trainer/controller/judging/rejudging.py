@@ -18,7 +18,7 @@ from ratchet.store.training.observations import Observation
 from ratchet.trainer.controller.advantages import AdvantageEstimator
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import kendall_tau_b, score_differences
 
 # The second judge: judges a sample of the groups beside the first judge, never in its place.

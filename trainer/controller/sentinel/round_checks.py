@@ -16,7 +16,7 @@ from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior
 from ratchet.trainer.controller.sentinel.resources import resource_coverage
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.rows.token_row import UNTRAINED_ROLE
-from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import MeanChange, mean_change
 
 # Checks of the last rounds: trainer and engine agree, most tokens were trained, and few rows rejected. Pure.

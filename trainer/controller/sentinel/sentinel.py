@@ -34,7 +34,7 @@ from ratchet.trainer.controller.sentinel.tool_health import CHECK as TOOL_HEALTH
 from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, check_tool_health
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.observability.metrics import TrainerMetrics
-from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.settings.trainer_sections import SentinelSettings
 
 log = logging.getLogger(__name__)
 

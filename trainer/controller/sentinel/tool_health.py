@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ratchet.store.records import ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import MIN_VALUES, share_change
 
 CHECK = "tool_health"

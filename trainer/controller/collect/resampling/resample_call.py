@@ -24,7 +24,7 @@ from ratchet.store.records import Call, Transcript
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmLoad
 from ratchet.trainer.rows.build_rows import why_untrainable
-from ratchet.trainer.settings.resampling_settings import ResamplingSettings
+from ratchet.trainer.settings.trainer_sections import ResamplingSettings
 
 KEY_VARIABLE = "RATCHET_RESAMPLE_API_KEY"
 _NO_KEY = "none"

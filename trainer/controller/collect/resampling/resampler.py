@@ -31,7 +31,7 @@ from ratchet.trainer.controller.collect.resampling.resample_call import (
     find_single_call,
     is_same_prompt,
 )
-from ratchet.trainer.settings.resampling_settings import ResamplingSettings
+from ratchet.trainer.settings.trainer_sections import ResamplingSettings
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""The tuner's settings."""
