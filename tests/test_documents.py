@@ -1,4 +1,4 @@
-"""Every `ratchet` command in the documents exists, with its options and choices."""
+"""The documents are true: every `ratchet` command in them exists, and the reference is what the code makes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from ratchet.cli import cli
 from ratchet.trainer.controller.judges.audit.lint import tricks
+from tests.harness import reference_docs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
@@ -89,3 +90,8 @@ def test_the_commands_of_the_pages_are_found() -> None:
         parsed("ratchet up --modle mail")
     with pytest.raises(AssertionError, match="no command"):
         parsed("ratchet stat")
+
+
+@pytest.mark.parametrize("name", reference_docs.PAGES)
+def test_a_reference_page_equals_what_the_code_makes(name: str) -> None:
+    assert (reference_docs.DOCS / name).read_text() == reference_docs.page(name), "run `make docs`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tomllib
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from ratchet.supervisor import vllm_command
 from tests.harness import helm
 from tests.harness.clients.program import client_program
 from tests.harness.helm import Manifest
-from tests.test_kubernetes import _GIVEN, CUSTOM, K8S, OLDEST, ROOT, check_restricted, vllm_arguments
+from tests.test_kubernetes import _GIVEN, CUSTOM, K8S, OLDEST, PAGE, ROOT, check_restricted, vllm_arguments
 
 pytestmark = pytest.mark.clients
 
@@ -254,7 +255,9 @@ def test_the_hook_needs_nothing_that_the_chart_installs_after_it() -> None:
     for kind, one in hooks.items():
         annotations = one["metadata"]["annotations"]
         assert annotations["helm.sh/hook"] == "pre-install,pre-upgrade"
-        assert "before-hook-creation" in annotations["helm.sh/hook-delete-policy"]  # a Job cannot be changed
+        policies = annotations["helm.sh/hook-delete-policy"].split(",")
+        assert "before-hook-creation" in policies  # a Job cannot be changed
+        assert "hook-failed" not in policies, "its log, and a Job that still runs, stay"
         weights[kind] = int(annotations.get("helm.sh/hook-weight", 0))
     assert weights["Job"] > max(weights["ServiceAccount"], weights["NetworkPolicy"])
     pod = hooks["Job"]["spec"]["template"]["spec"]
@@ -265,6 +268,12 @@ def test_the_hook_needs_nothing_that_the_chart_installs_after_it() -> None:
     assert [entry["valueFrom"].keys() for entry in container["env"]] == [{"secretKeyRef"}]
     ports = [port["port"] for rule in hooks["NetworkPolicy"]["spec"]["egress"] for port in rule["ports"]]
     assert ports == [53, 53, 5432]
+
+
+def test_every_object_that_the_page_restarts_or_stops_for_an_upgrade_is_in_the_chart() -> None:
+    objects = {f"{kind.lower()}/{name}" for kind, name in _objects(helm.EXAMPLE)}
+    named = set(re.findall(r"\b(?:statefulset|deployment)/\w+", PAGE))
+    assert {"statefulset/proxy", "deployment/trainer"} <= named <= objects
 
 
 def test_a_change_of_settings_restarts_the_pods_that_do_not_follow_it(tmp_path: Path) -> None:
