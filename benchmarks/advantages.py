@@ -118,7 +118,7 @@ def main() -> None:
     with ranking_model() as url:
         for way in chosen.ways.split(","):
             figures = Demo(options(way, url, chosen.rounds, chosen.seed, chosen.folder)).play()
-            before, after = figures["before"], figures["after"]
+            before, after = figures["before"]["sampled"], figures["after"]["sampled"]
             result = {
                 "way": way, "seed": chosen.seed, "before": before["success"], "after": after["success"],
                 "gain": after["success"] - before["success"], "low": after["low"], "high": after["high"],

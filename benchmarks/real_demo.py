@@ -71,14 +71,14 @@ def number_rows(found: Iterable[tuple[dict[str, Any], list[float]]]) -> Iterator
     )  # fmt: skip
     for result, _ in found:
         rounds = result["rounds"]
-        kls = [row["kl"] for row in rounds]
-        trained = sum(row["trajectories"] for row in rounds)
-        rejected = sum(row["rows_rejected"] for row in rounds)
+        kls = [row["approx_kl"] for row in rounds]
+        trained = sum(int(row["trajectories"]) for row in rounds)
+        rejected = sum(int(row["rows_rejected"]) for row in rounds)
         yield (
             f"| {result['dtype']} | {result['seed']} | {_median(kls, '.4f')} ({min(kls):.4f} to {max(kls):.4f}) "
-            f"| {_median([row['kl_floor'] for row in rounds], '.1e')} | {rejected} of {trained} "
-            f"| {result['mismatch_mean']:.5f} | {_median([row['proof_slope'] for row in rounds], '.2f')}, "
-            f"{_median([row['proof_correlation'] for row in rounds], '.2f')} "
+            f"| {_median([row.get('approx_kl_floor') for row in rounds], '.1e')} | {rejected} of {trained} "
+            f"| {result['mismatch_mean']:.5f} | {_median(_weakest(rounds, 'slope'), '.2f')}, "
+            f"{_median(_weakest(rounds, 'correlation'), '.2f')} "
             f"| {_median([row['seconds'] for row in rounds], '.1f')} |"
         )
 
@@ -89,11 +89,16 @@ def _head(*names: str) -> Iterator[str]:
 
 
 def _success(row: dict[str, Any]) -> str:
-    def shown(name: str) -> str:
-        share, low, high = (100 * row[f"{name}{part}"] for part in ("success", "low", "high"))
+    def shown(how: str) -> str:
+        share, low, high = (100 * row[how][name] for name in ("success", "low", "high"))
         return f"{share:.1f}% ({low:.1f} to {high:.1f})"
 
-    return f"{shown('greedy_')} | {shown('')}"
+    return f"{shown('greedy')} | {shown('sampled')}"
+
+
+def _weakest(rounds: Iterable[dict[str, Any]], figure: str) -> list[float | None]:
+    """Return the smallest of the replicas' proofs of each round; None: not measured."""
+    return [min((proof[figure] for proof in row["proofs"] if figure in proof), default=None) for row in rounds]
 
 
 def _median(values: Iterable[float | None], format: str) -> str:

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo import pretrained_model
-from ratchet.demo.email_search.tasks import HARD
+from ratchet.demo import pretrained_model, report
 from ratchet.errors import DemoFailed
 from ratchet.settings.load_settings import known_keys, load, setting_variables
 from ratchet.settings.project_settings import SECRETS, Settings
@@ -63,39 +62,21 @@ class DemoOptions:
     changes: Mapping[tuple[str, ...], Any] = field(default_factory=dict)  # settings that an experiment sets, by path
 
     @property
-    def project(self) -> str:
-        """The project, whose state is in the folder of this name."""
-        return "demo-real" if self.real else "demo"
-
-    @property
-    def agent(self) -> str:
-        """The agent's module, with the verbs `train` and `test`."""
-        return "ratchet.demo.reviews" if self.real else "ratchet.demo.email_search"
-
-    @property
     def settings_file(self) -> Path:
         """The project's settings."""
         if self.real:
-            return _FOLDER / "reviews" / "ratchet.yaml"
+            return _FOLDER / "reviews.yaml"
         return TINY if self.base_model is None else _MAIL / "real_model.yaml"
 
 
 REAL_DEFAULTS = DemoOptions(
-    real=True,
-    rounds=None,
-    versions=10,
-    minutes=12.0,
-    tasks_per_round=8,
-    concurrency=16,
-    held_out_tasks=60,
+    real=True, rounds=None, versions=10, minutes=12.0, tasks_per_round=8, concurrency=16, held_out_tasks=60,
     held_out_attempts=3,
-)
+)  # fmt: skip
 
 
 def run(options: DemoOptions) -> int:
     """Run the demo; return 0 if held-out success rose significantly, else 1."""
-    from ratchet.demo import report
-
     signals.install_handlers()
     demo = Demo(options)
     figures = demo.play()
@@ -170,30 +151,26 @@ class Demo:
         return ProjectLock(state)
 
     def _evaluate(self, supervisor: Supervisor, name: str, model: str) -> None:
-        """Run the held-out tasks, and the e-mail agent's hard set, at temperature 1 and then greedily."""
-        options = self._options
-        sets = {name: ["--tasks", str(options.held_out_tasks)]}
-        if not options.real:
-            sets[f"hard_{name}"] = ["--split", HARD]
-        for file, tasks in sets.items():
-            attempts = options.held_out_attempts if file == name else 1
-            for how, sampling in (("sampled", ["--attempts", str(attempts)]), ("greedy", ["--temperature", "0"])):
-                self._agent(["test", *tasks, *sampling], model, supervisor, f"{file}_{how}")
+        """Run the held-out tasks at temperature 1 and then greedily."""
+        tasks = ["test", "--tasks", str(self._options.held_out_tasks)]
+        attempts = ["--attempts", str(self._options.held_out_attempts)]
+        for how, sampling in (("sampled", attempts), ("greedy", ["--temperature", "0"])):
+            self._agent([*tasks, *sampling], model, supervisor, f"{name}_{how}")
 
     def _work(self, supervisor: Supervisor) -> None:
-        options = self._options
-        arguments = [
-            "--tasks-per-round", options.tasks_per_round, "--attempts", options.attempts, "--seed", options.seed,
-        ]  # fmt: skip
-        if options.rounds is not None:
-            arguments += ["--rounds", options.rounds]
-        if options.minutes is not None:
-            arguments += ["--seconds", options.minutes * 60]
-        alias, until = self._settings.model, options.versions
+        options, alias = self._options, self._settings.model
+        limits = {
+            "--tasks-per-round": options.tasks_per_round,
+            "--attempts": options.attempts,
+            "--seed": options.seed,
+            "--rounds": options.rounds,
+            "--seconds": options.minutes and options.minutes * 60,
+        }
+        arguments = [text for name, value in limits.items() if value is not None for text in (name, str(value))]
         with contextlib.closing(open_store(self._settings.store_url)) as store:
             self._agent(
-                ["train", *map(str, arguments)], alias, supervisor, "train",
-                lambda: until is not None and store.policies.live()[alias].version >= until,
+                ["train", *arguments], alias, supervisor, "train",
+                lambda: options.versions is not None and store.policies.live()[alias].version >= options.versions,
             )  # fmt: skip
 
     def _settle(self, supervisor: Supervisor) -> int:
@@ -233,7 +210,8 @@ class Demo:
             environment["OPENAI_BASE_URL"] = supervisor.plan.base_url
             out = str(self.folder / f"{rows}.jsonl")
             arguments = [*arguments, "--concurrency", str(self._options.concurrency), "--out", out]
-        command = [sys.executable, "-P", "-m", self._options.agent, *arguments]
+        agent = "ratchet.demo.reviews" if self._options.real else "ratchet.demo.email_search"
+        command = [sys.executable, "-P", "-m", agent, *arguments]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
             try:
                 while process.poll() is None:
@@ -250,8 +228,6 @@ class Demo:
             raise DemoFailed(f"the agent ended with exit code {process.returncode}: {' '.join(command)}")
 
     def _figures(self) -> dict[str, Any]:
-        from ratchet.demo.report import read_results
-
         settings = self._settings
         about = {
             "seed": self._options.seed,
@@ -260,7 +236,7 @@ class Demo:
             "release_policy": settings.trainer_settings().release.policy,
         }
         with contextlib.closing(open_store(settings.store_url)) as store:
-            return read_results(store, settings.model, self.folder, about, self._seconds)
+            return report.read_results(store, settings.model, self.folder, about, self._seconds)
 
     @contextlib.contextmanager
     def _stage(self, name: str, text: str) -> Iterator[None]:
@@ -277,15 +253,12 @@ def _settings(options: DemoOptions, say: Callable[[str], None]) -> Settings:
     known = known_keys()
     for path in options.changes:
         type_of_key(path, known, f"--set {'.'.join(path)}")
+    model = options.base_model or (pretrained_model.model_folder(say) if options.real else _MAIL / "policy")
     values = {
-        ("project",): ("the demo", options.project),
-        ("base_model",): ("--model", options.base_model or _default_model(options, say)),
+        ("project",): ("the demo", "demo-real" if options.real else "demo"),
+        ("base_model",): ("--model", str(model)),
         ("learner", "seed"): ("--seed", options.seed),
         ("state_dir",): ("--state-dir", str(options.state_dir) if options.state_dir else None),
     } | {path: (f"--set {'.'.join(path)}", value) for path, value in options.changes.items()}
     secrets = {name: value for name, value in os.environ.items() if name in SECRETS}
     return load(options.settings_file, values, secrets)
-
-
-def _default_model(options: DemoOptions, say: Callable[[str], None]) -> str:
-    return str(pretrained_model.model_folder(say) if options.real else _MAIL / "policy")

@@ -15,19 +15,19 @@ import random
 import signal
 import ssl
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, TypeVar
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 TIMEOUT_SECONDS = 120.0
 Task = TypeVar("Task")
-End = Literal["answer", "text", "ran_out_of_turns", "api_error"]
 Attempt = Callable[[Any, int], Awaitable["TaskRollout"]]  # a task and the number of the attempt
 
 
@@ -35,9 +35,9 @@ Attempt = Callable[[Any, int], Awaitable["TaskRollout"]]  # a task and the numbe
 class TaskRollout:
     """One attempt at one task. An error of the server or the model never raises: it is the rollout's end.
 
-    `index` counts the attempts of the run from 0; `models` are the distinct model names in the responses;
-    `tool_failures` counts failures by class; token counts are sums of the server's usage over all calls; `response_id`
-    is the id of the last response; `tools` are the tools called, in order; `mails_read` counts the mails opened.
+    `index` counts the attempts of the run from 0; `models` are the distinct model names in the responses; token counts
+    are sums of the server's usage over all calls; `response_id` is the id of the last response; `tools` are the tools
+    called, in order.
     """
 
     index: int
@@ -46,9 +46,8 @@ class TaskRollout:
     correct_answer: str
     answer: str | None = None
     success: bool = False
-    end: End = "ran_out_of_turns"
+    end: Literal["answer", "text", "ran_out_of_turns", "api_error"] = "ran_out_of_turns"
     turns: int = 0
-    tool_calls: int = 0
     tool_failures: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -60,7 +59,6 @@ class TaskRollout:
     mails_read: int = 0
 
     def count(self, response: Any) -> None:
-        """Count a response."""
         self.models += [response.model] if response.model not in self.models else []
         self.response_id = response.id
         self.turns += 1
@@ -69,17 +67,12 @@ class TaskRollout:
             self.completion_tokens += response.usage.completion_tokens
 
     def fail(self, error: Exception) -> None:
-        """End with an error of the server."""
         self.end = "api_error"
         self.errors.append(f"{type(error).__name__}: {error}"[:300])
 
 
 def connection(base_url: str, api_key: str) -> AsyncOpenAI:
-    """Return a client; close it, or use it as a context manager.
-
-    Every rollout of a workflow has a base URL of its own. The SDK reads the machine's certificates for every client,
-    which takes longer than an attempt's own work: here they are read once.
-    """
+    """Return a client to close. The SDK would read the machine's certificates for each: here they are read once."""
     web = DefaultAsyncHttpxClient(verify=_certificates())
     return AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=TIMEOUT_SECONDS, http_client=web)
 
@@ -105,8 +98,8 @@ async def run_attempts(
 ) -> list[TaskRollout]:
     """Attempt each task `attempts` times, `concurrency` rollouts at a time; return them in the order of their end.
 
-    `tasks` may be endless (`shuffled`); then the run lasts until `stop` is set. After `stop` no attempt starts, and
-    running ones finish. `on_result` is called in the event loop at the end of each rollout.
+    `tasks` may be endless (`shuffled`). After `stop` is set no attempt starts, and running ones finish. `on_result` is
+    called in the event loop at the end of each rollout.
     """
     jobs = enumerate(task for task in tasks for _ in range(attempts))
     done: list[TaskRollout] = []
@@ -121,37 +114,32 @@ async def run_attempts(
                 return
 
     async with asyncio.TaskGroup() as group:
-        for _ in itertools.repeat(None, concurrency):
+        for _ in range(concurrency):
             group.create_task(work())
     return done
 
 
-def means(rollouts: Iterable[TaskRollout], digits: int = 3) -> dict[str, float]:
+def means(rollouts: Iterable[TaskRollout]) -> dict[str, float]:
     """Return the mean of each metric over the rollouts that have it: an API error is a failure, but has no turns."""
-    columns: dict[str, list[float]] = {}
+    columns: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
-        row = {"success": float(rollout.success)}
+        columns["success"].append(rollout.success)
         if rollout.end != "api_error":
-            row |= {"turns": rollout.turns, "tool_failures": sum(rollout.tool_failures.values())}
-            row["seconds"] = rollout.seconds
+            columns["turns"].append(rollout.turns)
+            columns["tool_failures"].append(sum(rollout.tool_failures.values()))
+            columns["seconds"].append(rollout.seconds)
         if rollout.completion_tokens:
-            row["completion_tokens"] = rollout.completion_tokens
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
-    return {name: round(sum(values) / len(values), digits) for name, values in columns.items()}
+            columns["completion_tokens"].append(rollout.completion_tokens)
+    return {name: round(fmean(values), 4) for name, values in columns.items()}
 
 
 def summary(rollouts: Sequence[TaskRollout]) -> dict[str, Any]:
     """Return counts and means of a run: `success` is over all rollouts, including API errors."""
-    failures: Counter[str] = Counter()
-    for rollout in rollouts:
-        failures.update(rollout.tool_failures)
+    failures = sum((Counter(rollout.tool_failures) for rollout in rollouts), Counter[str]())
     return {
         "rollouts": len(rollouts),
         "tasks": len({rollout.task_id for rollout in rollouts}),
-        **means(rollouts, 4),
-        "prompt_tokens_total": sum(rollout.prompt_tokens for rollout in rollouts),
-        "completion_tokens_total": sum(rollout.completion_tokens for rollout in rollouts),
+        **means(rollouts),
         "ends": dict(Counter(rollout.end for rollout in rollouts)),
         "tool_failures_by_class": dict(failures),
         "models": sorted({model for rollout in rollouts for model in rollout.models}),
@@ -165,20 +153,21 @@ def progress(name: str, total: int | None, per_round: int | None) -> Iterator[Ca
     from rich.progress import Progress
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    rounds: dict[int, list[TaskRollout]] = {}
+    rounds: defaultdict[int, list[TaskRollout]] = defaultdict(list)
     every: list[TaskRollout] = []
 
     def report(head: str, rollouts: Sequence[TaskRollout]) -> None:
-        figures = " ".join(f"{metric}={value}" for metric, value in means(rollouts).items())
+        figures = " ".join(f"{metric}={value:.3f}" for metric, value in means(rollouts).items())
         bars.console.print(f"{head} rollouts={len(rollouts)} {figures}", markup=False)
 
     def add(rollout: TaskRollout) -> None:
         every.append(rollout)
         bars.advance(bar)
-        number = rollout.index // per_round if per_round else 0
-        rounds.setdefault(number, []).append(rollout)
-        if len(rounds[number]) == per_round:
-            report(f"round={number + 1}", rounds.pop(number))
+        if per_round:
+            number = rollout.index // per_round
+            rounds[number].append(rollout)
+            if len(rounds[number]) == per_round:
+                report(f"round={number + 1}", rounds.pop(number))
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task(name, total=total)
@@ -206,7 +195,7 @@ def command_line(module: str, splits: Sequence[str] = ("test",)) -> tuple[argpar
         verb.add_argument("--attempts", type=_positive, default=attempts, help="attempts at each task")
         verb.add_argument("--concurrency", type=_positive, default=64, help="concurrent rollouts")
         verb.add_argument("--temperature", type=float, default=1.0)
-        verb.add_argument("--out", type=Path, help="JSON Lines file for the rollouts")
+        verb.add_argument("--out", type=Path, default=os.devnull, help="JSON Lines file for the rollouts")
     return parser, verbs
 
 
@@ -218,9 +207,7 @@ def _positive(text: str) -> int:
 
 
 def run_verb(
-    chosen: argparse.Namespace,
-    tasks_of: Callable[[str], Sequence[Any]],
-    attempt_with: Callable[[AsyncOpenAI], Attempt],
+    chosen: argparse.Namespace, tasks_of: Callable[[str], Sequence[Any]], attempt_with: Callable[[AsyncOpenAI], Attempt]
 ) -> int:
     """Run `train` or `test`: `tasks_of` returns the tasks of a split, `attempt_with` an attempt with a client.
 
@@ -248,14 +235,15 @@ def run_verb(
 
 
 async def _run(
-    chosen: argparse.Namespace,
-    tasks_of: Callable[[str], Sequence[Any]],
-    attempt_with: Callable[[AsyncOpenAI], Attempt],
+    chosen: argparse.Namespace, tasks_of: Callable[[str], Sequence[Any]], attempt_with: Callable[[AsyncOpenAI], Attempt]
 ) -> list[TaskRollout]:
     tasks: Iterable[Any]
-    stop, per_round, count = asyncio.Event(), None, None
+    stop, per_round = asyncio.Event(), None
     if chosen.verb == "train":
-        per_round, count = chosen.tasks_per_round, chosen.rounds and chosen.rounds * chosen.tasks_per_round
+        per_round, count = (
+            chosen.tasks_per_round * chosen.attempts,
+            chosen.rounds and chosen.rounds * chosen.tasks_per_round,
+        )
         tasks = itertools.islice(shuffled(tasks_of("train"), chosen.seed), count)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, stop.set)
@@ -264,12 +252,10 @@ async def _run(
     else:
         tasks = tasks_of(chosen.split)[: chosen.tasks]
         count = len(tasks)
-    total = count and count * chosen.attempts
-    if chosen.out is not None:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
     with (
-        open(chosen.out or os.devnull, "w", encoding="utf-8", buffering=1) as rows,
-        progress(chosen.verb, total, per_round and per_round * chosen.attempts) as shown,
+        chosen.out.open("w", encoding="utf-8", buffering=1) as rows,
+        progress(chosen.verb, count and count * chosen.attempts, per_round) as shown,
     ):
 
         def on_result(rollout: TaskRollout) -> None:

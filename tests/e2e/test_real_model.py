@@ -45,7 +45,8 @@ def test_versions_of_a_real_model_are_proven_and_served_and_no_call_fails(demo: 
 @pytest.mark.e2e
 def test_vllm_and_the_learner_compute_the_same_logprobs_of_a_real_model(demo: Any) -> None:
     _, result, _ = demo
-    assert all(row["proof"] < 0.01 for row in result["rounds"] if row["proof_slope"] is not None)
+    proofs = [proof for row in result["rounds"] for proof in row["proofs"] if "slope" in proof]
+    assert all(proof["served_vs_trainer"] < 0.01 for proof in proofs)
 
 
 @pytest.mark.e2e

@@ -92,7 +92,7 @@ def test_a_server_that_refuses_everything_is_a_failed_run(
 
 
 def test_each_metric_has_its_own_divisor() -> None:
-    ended: dict[str, Any] = {"answer": None, "tool_calls": 1, "tool_failures": {}, "prompt_tokens": 9, "seconds": 1.0}
+    ended: dict[str, Any] = {"answer": None, "tool_failures": {}, "prompt_tokens": 9, "seconds": 1.0}
     shared: dict[str, Any] = {"index": 0, "task_id": "t", "question": "q", "correct_answer": "a", "models": []}
     good = TaskRollout(**shared, **ended, success=True, end="answer", turns=3, completion_tokens=30, errors=[])
     lost = TaskRollout(**shared, **ended, success=False, end="api_error", turns=0, completion_tokens=0, errors=["x"])

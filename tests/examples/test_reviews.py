@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from ratchet.demo.reviews import __main__ as agent
-from ratchet.demo.reviews import tasks
-from ratchet.demo.reviews.tasks import judge
+from ratchet.demo import reviews
+from ratchet.demo.reviews import judge
 from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion
 
 
@@ -31,26 +30,26 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_no_adjective_of_a_held_out_review_is_trained() -> None:
-    def adjectives(found: list[tasks.ReviewTask]) -> set[str]:
+    def adjectives(found: list[reviews.ReviewTask]) -> set[str]:
         return {task.id.rpartition("-")[2] for task in found}
 
-    training, held_out = tasks.training_tasks(), tasks.held_out_tasks()
+    training, held_out = reviews.training_tasks(), reviews.held_out_tasks()
     assert (len(training), len(held_out)) == (160, 60)
     assert not adjectives(training) & adjectives(held_out)
     assert len({task.question for task in training + held_out}) == 220
-    assert sum(task.label == tasks.POSITIVE for task in held_out) == 30
+    assert sum(task.label == reviews.POSITIVE for task in held_out) == 30
 
 
 def test_a_call_is_one_question_after_two_worked_examples_and_nothing_of_ratchet(
     server: ScriptedModel, tmp_path: Path
 ) -> None:
     assert (
-        agent.main(["test", "--tasks", "2", "--concurrency", "1", "--temperature", "0", "--out", str(tmp_path / "o")])
+        reviews.main(["test", "--tasks", "2", "--concurrency", "1", "--temperature", "0", "--out", str(tmp_path / "o")])
         == 0
     )
     headers, body = server.requests[0]
     assert set(body) == {"model", "messages", "temperature", "max_tokens"}
-    assert body["messages"] == agent.prompt(tasks.held_out_tasks()[0].question)
+    assert body["messages"] == reviews.prompt(reviews.held_out_tasks()[0].question)
     assert "ratchet" not in json.dumps([headers, body]).lower()
     first, second = rows(tmp_path / "o")
     assert (first["success"], second["success"]) == (True, False)  # a positive review, then a negative one
@@ -59,10 +58,10 @@ def test_a_call_is_one_question_after_two_worked_examples_and_nothing_of_ratchet
 
 @pytest.mark.parametrize("given", ["negative", " Negative.\n", "positive", "negative or positive", "", "A negative"])
 def test_the_judge_scores_as_the_agent_counts(given: str) -> None:
-    task = tasks.held_out_tasks()[1]
-    messages = [*agent.prompt(task.question), {"role": "assistant", "content": given}]
-    assert judge({"messages": messages}, given) == float(tasks.matches(given, task.label))
-    assert tasks.matches(given, task.label) == (given.strip(" .\n").lower() == "negative")
+    task = reviews.held_out_tasks()[1]
+    messages = [*reviews.prompt(task.question), {"role": "assistant", "content": given}]
+    assert judge({"messages": messages}, given) == float(reviews.matches(given, task.label))
+    assert reviews.matches(given, task.label) == (given.strip(" .\n").lower() == "negative")
 
 
 def test_a_review_that_is_not_of_the_task_set_is_an_error_and_no_score() -> None:
@@ -83,7 +82,7 @@ def test_training_traffic_ends_at_sigterm_and_keeps_its_rollouts(server: Scripte
 
 def test_training_traffic_ends_after_its_seconds(server: ScriptedModel, tmp_path: Path) -> None:
     arguments = ["train", "--seconds", "0.5", "--concurrency", "4", "--attempts", "2", "--tasks-per-round", "3"]
-    assert agent.main([*arguments, "--out", str(tmp_path / "o")]) == 0
+    assert reviews.main([*arguments, "--out", str(tmp_path / "o")]) == 0
     found = rows(tmp_path / "o")
     assert len(found) > 8
     assert {sum(row["task_id"] == one["task_id"] for row in found[:8]) for one in found[:2]} == {2}
@@ -91,7 +90,7 @@ def test_training_traffic_ends_after_its_seconds(server: ScriptedModel, tmp_path
 
 def test_training_traffic_ends_after_its_rounds(server: ScriptedModel, tmp_path: Path) -> None:
     assert (
-        agent.main(
+        reviews.main(
             ["train", "--rounds", "2", "--tasks-per-round", "3", "--attempts", "2", "--out", str(tmp_path / "o")]
         )
         == 0
@@ -106,12 +105,12 @@ def test_a_server_that_refuses_everything_is_a_failed_run(
     with ScriptedModel(lambda _: refusal) as model:
         monkeypatch.setenv("OPENAI_BASE_URL", model.base_url)
         monkeypatch.setenv("OPENAI_MODEL", "m")
-        assert agent.main(["test", "--tasks", "4"]) == 1
+        assert reviews.main(["test", "--tasks", "4"]) == 1
     assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("OPENAI_MODEL", raising=False)
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
-    assert agent.main(["test"]) == 1
+    assert reviews.main(["test"]) == 1
     assert "OPENAI_MODEL" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from ratchet.demo import report
-from ratchet.demo.email_search.tasks import NEW_NAMES, TWO_HOPS
 from ratchet.store.store import Store, open_store
 from tests.harness.records import judged_group
 
@@ -42,15 +41,14 @@ def store(store_file: Path) -> Iterator[Store]:
 
 def test_an_answer_counts_as_read_only_if_a_mail_was_opened_before() -> None:
     rows = [row(SEARCH, ANSWER), row(SEARCH, ANSWER), row(SEARCH, READ, ANSWER), row(SEARCH, READ, end="text")]
-    seen = report.behaviour_of(rows)
-    assert (seen["rollouts"], seen["answered"], seen["mails_read"]) == (4, 0.75, 0.5)
-    assert seen["read_before_answer"] == pytest.approx(1 / 3)
-    assert seen["tools"] == {READ: 0.5, ANSWER: 0.75, SEARCH: 1.0}
+    seen = report.measure(rows)
+    assert (seen["rollouts"], seen["mails_read"]) == (4, 0.5)
+    assert seen["read_first"] == pytest.approx(1 / 3)
 
 
 def test_the_commonest_sequences_say_how_a_rollout_without_an_answer_ended() -> None:
     rows = [row(SEARCH, ANSWER), row(SEARCH, end="text"), row(SEARCH, end="text"), row(end="api_error")]
-    assert report.behaviour_of(rows)["sequences"] == {
+    assert report.measure(rows)["commonest"] == {
         "search_inbox > (text)": 0.5,
         "search_inbox > return_final_answer": 0.25,
         "(api_error)": 0.25,
@@ -58,30 +56,29 @@ def test_the_commonest_sequences_say_how_a_rollout_without_an_answer_ended() -> 
 
 
 def test_no_rollouts_have_no_behaviour() -> None:
-    assert report.behaviour_of([])["read_before_answer"] == 0.0
+    assert report.measure([])["read_first"] == 0.0
 
 
-def test_an_evaluation_has_an_interval_for_greedy_and_the_hard_set_by_kind(tmp_path: Path) -> None:
-    right = row(SEARCH, READ, ANSWER, success=True, task=f"{NEW_NAMES}-city-Imran-audit")
-    wrong = row(SEARCH, ANSWER, task=f"{TWO_HOPS}-city-Alice-audit")
+def test_an_evaluation_has_an_interval_for_greedy_and_success_by_kind(tmp_path: Path) -> None:
+    right = row(SEARCH, READ, ANSWER, success=True, task="city-Imran-audit")
+    wrong = row(SEARCH, ANSWER, task="month-Alice-audit")
     written(tmp_path, x_sampled=[right, wrong, wrong], x_greedy=[wrong, wrong])
     found = report.read_evaluation(tmp_path, "x")
-    assert found["success_by_kind"] == {NEW_NAMES: 1.0, TWO_HOPS: 0.0}
-    assert (found["model"], found["greedy_success"], found["greedy_low"]) == ("agent@0", 0.0, 0.0)
-    assert 0.5 < found["greedy_high"] < 0.8
-    assert found["behaviour"]["mails_read"] == pytest.approx(1 / 3)
-    assert found["greedy_behaviour"]["mails_read"] == 0.0
+    assert found["success_by_kind"] == {"city": 1.0, "month": 0.0}
+    greedy = found["greedy"]
+    assert (found["model"], greedy["success"], greedy["low"]) == ("agent@0", 0.0, 0.0)
+    assert 0.5 < greedy["high"] < 0.8
+    assert found["sampled"]["mails_read"] == pytest.approx(1 / 3)
+    assert greedy["mails_read"] == 0.0
 
 
-def test_the_report_shows_the_change_in_behaviour_and_the_hard_set(
+def test_the_report_shows_the_change_in_behaviour_and_by_kind(
     tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hasty, careful = row(SEARCH, ANSWER), row(SEARCH, READ, ANSWER, success=True)
-    hard = [{**hasty, "task_id": f"{TWO_HOPS}-x"}]
     written(
         tmp_path, before_sampled=[hasty] * 9, before_greedy=[hasty], after_sampled=[careful] * 9,
-        after_greedy=[careful], hard_before_sampled=hard, hard_before_greedy=hard, hard_after_sampled=hard,
-        hard_after_greedy=hard, train=[hasty] * 9,
+        after_greedy=[careful], train=[hasty] * 9,
     )  # fmt: skip
     figures = report.read_results(store, "agent", tmp_path, ABOUT, {"train": 1.0})
     report.show(figures)
@@ -89,17 +86,17 @@ def test_the_report_shows_the_change_in_behaviour_and_the_hard_set(
     assert "likeliest behaviour: 0.0% -> 100.0% right; a mail is read before 0% -> 100% of the answers" in shown
     assert "search_inbox > read_email > return_final_answer 100%" in shown
     assert "release policy immediate: a proven version is live at once" in shown
-    assert f"hard set, never trained: {TWO_HOPS} 0% -> 0%" in shown
-    assert figures["versions"][0]["behaviour"]["read_before_answer"] == 0.0
-    assert figures["after"]["greedy_behaviour"]["mails_read"] == 1.0
-    assert (figures["held_out_greedy_before"], figures["hard_success_after"]) == (0.0, 0.0)
+    assert "held-out tasks by kind: t 0% -> 100%" in shown
+    assert figures["versions"][0]["read_first"] == 0.0
+    assert figures["after"]["greedy"]["mails_read"] == 1.0
+    assert figures["before"]["greedy"]["success"] == 0.0
 
 
 def test_an_agent_without_tools_is_reported_by_its_answers_and_kinds_of_tasks(
     tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = row(task="negative-film-dull", answer="positive")
-    right = row(task="negative-film-dull", success=True, answer="negative")
+    wrong = row(task="negative-film-dull", answer="positive", turns=1)
+    right = row(task="negative-film-dull", success=True, answer="negative", turns=1)
     written(
         tmp_path, before_sampled=[wrong] * 3 + [right], before_greedy=[wrong], after_sampled=[right] * 4,
         after_greedy=[right], train=([wrong] * 3 + [right]) * 32,
@@ -112,7 +109,7 @@ def test_an_agent_without_tools_is_reported_by_its_answers_and_kinds_of_tasks(
     assert "mail" not in shown
     report.write(figures, tmp_path)
     stored = json.loads((tmp_path / report.RESULT).read_text())
-    assert (stored["hard_success_before"], stored["dtype"], stored["versions_proven"]) == (None, "bfloat16", 0)
+    assert (stored["dtype"], stored["versions_proven"]) == ("bfloat16", 0)
     assert (stored["seconds_total"], stored["curve"]) == (3.25, [[128, 0.25]])
     assert (tmp_path / report.CURVE).read_bytes().startswith(b"\x89PNG")
 
@@ -132,4 +129,5 @@ def test_the_tokens_of_rejected_rows_are_left_out_of_those_that_vllm_sampled(tmp
     assert found["tokens_left_out"] == {"greedy": 1, "rejected": 2}
     assert found["tokens_trained_from_engine"] == found["tokens_trained"] == 3
     (trained,) = found["rounds"]
-    assert (trained["version"], trained["rows_rejected"], trained["kl_floor"]) == (1, 1, None)
+    assert (trained["version"], trained["rows_rejected"], trained["proofs"]) == (1, 1, [])
+    report.show(found)

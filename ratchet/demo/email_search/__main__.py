@@ -10,22 +10,13 @@ from openai import AsyncOpenAI
 
 from ratchet.demo.email_search.agent import MAX_TOKENS, MAX_TURNS, Agent
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox, synthetic_mails
-from ratchet.demo.email_search.tasks import (
-    HARD,
-    MailTask,
-    every_task,
-    home,
-    make_hard_set,
-    make_tasks,
-    read_tasks,
-    write_tasks,
-)  # fmt: skip
+from ratchet.demo.email_search.tasks import every_task, home, make_tasks, read_tasks, write_tasks
 from ratchet.demo.traffic import Attempt, command_line, run_verb
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0 on success, 1 with a message on stderr on failure, 130 on Ctrl-C."""
-    parser, verbs = command_line("ratchet.demo.email_search", ("test", "validation", HARD))
+    parser, verbs = command_line("ratchet.demo.email_search", ("test", "validation"))
     build = verbs.add_parser("build-db", help="write the mailbox and the task set")
     build.add_argument("--seed", type=int, default=42, help="of mails and questions")
     for verb in verbs.choices.values():
@@ -36,31 +27,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.verb == "build-db":
         return _build(chosen.home, chosen.seed)
-    folder = chosen.home / HARD if getattr(chosen, "split", "") == HARD else chosen.home
-
-    def tasks_of(split: str) -> list[MailTask]:
-        return read_tasks(folder, "test" if split == HARD else split)
 
     def attempt_with(client: AsyncOpenAI) -> Attempt:
-        answers, box = frozenset(task.answer for task in every_task(folder)), Mailbox(folder / DATABASE)
+        answers, box = frozenset(task.answer for task in every_task(chosen.home)), Mailbox(chosen.home / DATABASE)
         return Agent(
             client, box, chosen.model, chosen.temperature, chosen.max_turns, chosen.max_tokens, answers
         ).attempt  # fmt: skip
 
-    return run_verb(chosen, tasks_of, attempt_with)
+    return run_verb(chosen, lambda split: read_tasks(chosen.home, split), attempt_with)
 
 
 def _build(folder: Path, seed: int) -> int:
-    made = synthetic_mails(seed)
-    splits = make_tasks(made, seed)
-    hard_mails, hard_tasks = make_hard_set(seed, {task.question for tasks in splits.values() for task in tasks})
-    for place, mails, tasks in (
-        (folder, [one.mail for one in made], splits), (folder / HARD, hard_mails, {"test": hard_tasks})
-    ):  # fmt: skip
-        Mailbox.build(place / DATABASE, mails).close()
-        write_tasks(place, tasks)
+    mails = synthetic_mails(seed)
+    splits = make_tasks(mails, seed)
+    Mailbox.build(folder / DATABASE, [one.mail for one in mails]).close()
+    write_tasks(folder, splits)
     counts = ", ".join(f"{len(tasks)} {split}" for split, tasks in splits.items())
-    print(f"{folder / DATABASE}: {len(made)} mails; tasks: {counts}")
+    print(f"{folder / DATABASE}: {len(mails)} mails; tasks: {counts}")
     return 0
 
 

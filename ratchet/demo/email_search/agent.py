@@ -26,10 +26,7 @@ ACCEPTED = "done"
 
 
 def opening(question: str, max_turns: int = MAX_TURNS, inbox: str = "", date: str = "") -> list[dict[str, Any]]:
-    """Return the first two messages of a rollout, short because the tiny policy reads them in every call.
-
-    `inbox` is the user's address and `date` the day of the question; "": those of the synthetic mailbox.
-    """
+    """Return the first two messages of a rollout, short because the tiny policy reads them in every call."""
     user, today = inbox or USER_EMAIL, date or TODAY
     system = f"Search the inbox of {user} with the tools. Today is {today}. You may take {max_turns} turns."
     return [{"role": "system", "content": system}, {"role": "user", "content": question}]
@@ -40,14 +37,15 @@ def _tool(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
+_STRING = {"type": "string"}
 TOOLS: tuple[dict[str, Any], ...] = (
     _tool(
         "search_inbox",
         "Find mails that hold every keyword. Returns message ids and subjects.",
-        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": _STRING},
     ),
-    _tool("read_email", "Read the mail with this message id.", {"type": "string"}),
-    _tool("return_final_answer", "End the task with the answer, as short as possible.", {"type": "string"}),
+    _tool("read_email", "Read the mail with this message id.", _STRING),
+    _tool("return_final_answer", "End the task with the answer, as short as possible.", _STRING),
 )
 
 
@@ -120,10 +118,8 @@ class Agent:
     async def attempt(self, task: MailTask, index: int = 0) -> TaskRollout:
         """Attempt one task."""
         rollout, began = TaskRollout(index, task.id, task.question, task.answer), time.monotonic()
-        messages, box = (
-            opening(task.question, self.max_turns, task.inbox, task.date),
-            self.box.of(task.inbox, task.date),
-        )
+        messages = opening(task.question, self.max_turns, task.inbox, task.date)
+        box = self.box.of(task.inbox, task.date)
         create: Any = self.client.chat.completions.create
         while rollout.turns < self.max_turns:
             try:
@@ -138,7 +134,6 @@ class Agent:
             rollout.count(response)
             if _apply(rollout, messages, message, box):
                 break
-        rollout.tool_calls = len(rollout.tools)
         rollout.success = matches(rollout.answer, task.answer, self.other_answers)
         rollout.seconds = time.monotonic() - began
         return rollout

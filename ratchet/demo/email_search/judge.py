@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo.email_search.tasks import FILES, HARD, MailTask, every_task, home, matches, task_of
+from ratchet.demo.email_search.tasks import FILES, MailTask, every_task, home, matches, task_of
 
 
 class UnknownQuestionError(LookupError):
@@ -89,9 +89,8 @@ def _tool_calls(messages: list[Mapping[str, Any]]) -> Iterator[tuple[str, dict[s
 
 def _known_tasks() -> dict[str, MailTask]:
     """Return the task set by question. The files' times are part of the key, so that a rebuilt set is read again."""
-    folder = home()
-    files = [place / name for place in (folder, folder / HARD) for name in FILES.values()]
-    return _read_tasks(folder, tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in files))
+    files = [home() / name for name in FILES.values()]
+    return _read_tasks(home(), tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in files))
 
 
 @lru_cache(maxsize=4)

@@ -14,12 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-
-def words(text: str) -> tuple[str, ...]:
-    """Return the words of a text."""
-    return tuple(text.split())
-
-
+words = str.split
 PEOPLE = words(
     "Alice Bruno Carla Derek Elena Felix Grace Henry Irene Jonas Karen Louis Maria Nadia Oscar Paula Quinn Ralph "
     "Sofia Tomas Ursula Victor Wanda Xavier Yvonne Zoltan Amber Boris Celia Diego"
@@ -47,7 +42,12 @@ _BODIES = (
 DATABASE = "mailbox.sqlite"
 TODAY = "2026-06-30"
 USER_EMAIL = "robin@example.com"
-MAX_HITS = 3
+# What a user may see on a day; a mail without a valid date is always included.
+_VISIBLE = (
+    " AND (:inbox = '' OR message_id IN (SELECT message_id FROM inbox WHERE address = :inbox))"
+    " AND (:date = '' OR message_id IN (SELECT message_id FROM body WHERE substr(date, 1, 10) <= :date"
+    " OR date NOT GLOB '[0-9][0-9][0-9][0-9]-[0-9][0-9]-*'))"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Mailbox:
         if str(path) != ":memory:" and not Path(path).is_file():
             raise FileNotFoundError(f"no mailbox at {path}: run `python -m ratchet.demo.email_search build-db` first")
         self._db = sqlite3.connect(str(path), check_same_thread=False)  # the finalizer may run in another thread
-        self._visible, self._values = "", tuple[str, ...]()
+        self._user = {"inbox": "", "date": ""}
         self._whole: Mailbox | None = None
         self.close = weakref.finalize(self, self._db.close)
 
@@ -122,31 +122,21 @@ class Mailbox:
 
     def of(self, inbox: str, date: str) -> Mailbox:
         """Return this mailbox with only one user's mail up to a day (ISO), inclusive; "": all users, or all days."""
-        if not inbox and not date:
-            return self
         view = copy.copy(self)
         view._whole = self  # its database is closed with it
-        if inbox:
-            view._visible += " AND message_id IN (SELECT message_id FROM inbox WHERE address = ?)"
-            view._values += (inbox.casefold(),)
-        if date:  # a mail without a valid date is always included
-            view._visible += (
-                " AND message_id IN (SELECT message_id FROM body WHERE substr(date, 1, 10) <= ?"
-                " OR date NOT GLOB '[0-9][0-9][0-9][0-9]-[0-9][0-9]-*')"
-            )
-            view._values += (date[:10],)
+        view._user = {"inbox": inbox.casefold(), "date": date[:10]}
         return view
 
-    def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
-        """Return (message_id, subject) of at most `limit` mails with all keywords, best match first."""
+    def search(self, keywords: list[str]) -> list[tuple[str, str]]:
+        """Return (message_id, subject) of at most three mails with all keywords, best match first."""
         query = " ".join('"' + _for_sqlite(word).replace('"', '""') + '"' for word in keywords)
-        sql = f"SELECT message_id, subject FROM mail WHERE mail MATCH ?{self._visible} ORDER BY rank, rowid LIMIT ?"
-        return [(row[0], row[1]) for row in self._db.execute(sql, (query, *self._values, limit))]
+        sql = f"SELECT message_id, subject FROM mail WHERE mail MATCH :query{_VISIBLE} ORDER BY rank, rowid LIMIT 3"
+        return [(row[0], row[1]) for row in self._db.execute(sql, {"query": query, **self._user})]
 
     def read(self, message_id: str) -> str | None:
         """Return the body of a mail; None for an unknown id."""
-        sql = f"SELECT body FROM body WHERE message_id = ?{self._visible}"
-        row = self._db.execute(sql, (_for_sqlite(message_id), *self._values)).fetchone()
+        sql = f"SELECT body FROM body WHERE message_id = :id{_VISIBLE}"
+        row = self._db.execute(sql, {"id": _for_sqlite(message_id), **self._user}).fetchone()
         return None if row is None else str(row[0])
 
     def __len__(self) -> int:
