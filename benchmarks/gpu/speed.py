@@ -23,7 +23,7 @@ from benchmarks.gpu.precision import RANK, learner_settings, peak_gib, reset_pea
 from ratchet.trainer.errors import OutOfMemory
 from ratchet.trainer.learner import gpu_memory, lora
 from ratchet.trainer.learner.host import LearnerHost
-from ratchet.trainer.planning.gpu_memory import LearnerOption, learner_memory
+from ratchet.trainer.planning.memory import LearnerOption, learner_memory
 from ratchet.trainer.planning.model_shape import read_shape
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import process_settings_of

@@ -22,7 +22,7 @@ from ratchet.proxy.settings import ProxySettings
 from ratchet.settings.setting_errors import Refused, is_option, key_tree, listed, readable_errors
 from ratchet.settings.state_folder import StateFolder
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.planning.gpu_memory import MAX_NUM_SEQS
+from ratchet.trainer.planning.memory import MAX_NUM_SEQS
 from ratchet.trainer.settings.judge_specs import plugin_traits
 from ratchet.trainer.settings.learner_settings import (
     SERVABLE_RANKS,

@@ -15,10 +15,9 @@ from ratchet.supervisor.adapter_slots import max_loras
 from ratchet.supervisor.gpu_assignment import assign_gpus
 from ratchet.supervisor.preflight_checks import Gpu, visible_gpus
 from ratchet.trainer.errors import ModelDoesNotFit, ModelShapeUnknown
-from ratchet.trainer.planning.gpu_memory import GIB, LearnerMemory, LearnerOption, learner_memory
-from ratchet.trainer.planning.gpu_placement import GpuPlacement, MemorySplit, split_memory
+from ratchet.trainer.planning.memory import GIB, LearnerMemory, LearnerOption, learner_memory
 from ratchet.trainer.planning.model_shape import read_config, read_shape
-from ratchet.trainer.planning.plan import USABLE
+from ratchet.trainer.planning.plan import USABLE, GpuPlacement, MemorySplit, split_memory
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 
 _MIB = 2**20

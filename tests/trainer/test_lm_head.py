@@ -9,7 +9,7 @@ import torch
 
 from ratchet.trainer.learner import lm_head
 from ratchet.trainer.learner.lm_head import HeadFunction, bound_of_left, token_logprobs
-from ratchet.trainer.planning import activations
+from ratchet.trainer.planning import memory as plan_memory
 from tests.trainer.test_plan_activations import LiveBytes
 
 TOKENS, HIDDEN, VOCABULARY = 37, 24, 101
@@ -149,14 +149,14 @@ def test_nothing_to_score_gives_nothing_and_a_gradient_of_0() -> None:
 
 
 def test_the_tiles_are_as_large_as_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm_head, "TOKEN_TILE", activations.TOKEN_TILE)
-    monkeypatch.setattr(lm_head, "VOCABULARY_TILE", activations.VOCAB_TILE)
-    hidden = torch.zeros(activations.TOKEN_TILE, 8, requires_grad=True)
-    head = torch.nn.Linear(8, activations.VOCAB_TILE, bias=False).requires_grad_(False)
+    monkeypatch.setattr(lm_head, "TOKEN_TILE", plan_memory.TOKEN_TILE)
+    monkeypatch.setattr(lm_head, "VOCABULARY_TILE", plan_memory.VOCAB_TILE)
+    hidden = torch.zeros(plan_memory.TOKEN_TILE, 8, requires_grad=True)
+    head = torch.nn.Linear(8, plan_memory.VOCAB_TILE, bias=False).requires_grad_(False)
     with LiveBytes([hidden, head.weight]) as live:
         logprobs, _ = token_logprobs(
             hidden, head, torch.zeros(len(hidden)).long(), torch.ones(len(hidden)), HeadFunction()
         )
         logprobs.sum().backward()
-    tile = activations.TOKEN_TILE * activations.VOCAB_TILE * 4
+    tile = plan_memory.TOKEN_TILE * plan_memory.VOCAB_TILE * 4
     assert live.peak < 2.2 * tile

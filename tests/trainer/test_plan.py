@@ -8,8 +8,8 @@ import pytest
 
 from ratchet.trainer.errors import ModelDoesNotFit
 from ratchet.trainer.learner import forward_pass
-from ratchet.trainer.planning import activations
-from ratchet.trainer.planning.gpu_memory import GIB, LearnerOption, learner_memory, serving_memory
+from ratchet.trainer.planning import memory as plan_memory
+from ratchet.trainer.planning.memory import GIB, LearnerOption, learner_memory, serving_memory
 from ratchet.trainer.planning.model_shape import ModelShape, read_shape
 from ratchet.trainer.planning.plan import USABLE, Plan, PlanRequest, make_plan, tensor_parallel_sizes
 from tests.harness.trainer.model_configs import REAL
@@ -63,7 +63,7 @@ def test_the_commonest_machines_have_a_plan() -> None:
 
 def test_the_mask_of_trees_is_planned_where_rows_can_share_prefixes() -> None:
     """2 bytes x tokens x the tokens of the longest tree, which the learner limits."""
-    assert activations.MAX_TREE_TOKENS == forward_pass.MAX_TREE_TOKENS
+    assert plan_memory.MAX_TREE_TOKENS == forward_pass.MAX_TREE_TOKENS
     alone = LearnerOption(gradient_checkpointing=True, share_prefixes=False)
 
     def mask(name: str, tokens: int) -> int:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 
 from ratchet.trainer.learner.activations import ActivationMemory
 from ratchet.trainer.learner.lora_linear import use_fused_lora
-from ratchet.trainer.planning.activations import StepMemory, step_memory
+from ratchet.trainer.planning.memory import Activations, LearnerOption, step_activations
 from ratchet.trainer.planning.model_shape import adapted_layers, read_shape
 from tests.harness.trainer.model_configs import TINY
 
@@ -63,9 +63,9 @@ class LiveBytes(TorchDispatchMode):
         self.now += size
 
 
-def adapted(config: PretrainedConfig, dtype: torch.dtype, device: str = "cpu") -> Any:
+def adapted(config: PretrainedConfig, device: str = "cpu") -> Any:
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
         model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -74,12 +74,13 @@ def adapted(config: PretrainedConfig, dtype: torch.dtype, device: str = "cpu") -
     return model.train()
 
 
-def planned(config: PretrainedConfig, tokens: int, *, checkpointing: bool, bf16: bool = True) -> StepMemory:
+def planned(config: PretrainedConfig, tokens: int, *, checkpointing: bool) -> Activations:
     shape = read_shape(config.to_dict())
-    return step_memory(shape, adapted_layers(shape), RANK, tokens, checkpointing=checkpointing, bf16=bf16)
+    option = LearnerOption(gradient_checkpointing=checkpointing, share_prefixes=False)
+    return step_activations(shape, option, tokens, adapted_layers(shape), RANK)
 
 
-def saved_bytes(model: Any, tokens: int, *, bf16: bool) -> int:
+def saved_bytes(model: Any, tokens: int) -> int:
     """The bytes of all tensors that autograd saves in the model's body; parameters do not count."""
     kept: dict[int, torch.UntypedStorage] = {}
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -91,12 +92,12 @@ def saved_bytes(model: Any, tokens: int, *, bf16: bool) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = body(model, tokens, bf16=bf16)
+        hidden = body(model, tokens)
         return sum(storage.nbytes() for storage in kept.values()) if hidden.requires_grad else 0
 
 
-def body(model: Any, tokens: int, *, bf16: bool, **inputs: Any) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+def body(model: Any, tokens: int, **inputs: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
         ids = torch.zeros(1, tokens, dtype=torch.long)
         hidden: torch.Tensor = (
             model.get_base_model().base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
@@ -107,13 +108,13 @@ def body(model: Any, tokens: int, *, bf16: bool, **inputs: Any) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of grouped_mm, which is slow on a CPU
 @pytest.mark.parametrize("tokens", [64, 512])
-@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", TINY)
-def test_the_formula_is_what_autograd_saves(name: str, bf16: bool, tokens: int) -> None:
+def test_the_formula_is_what_autograd_saves(name: str, tokens: int) -> None:
+    """0.91 to 1.03 times of it, the least with experts, whose router is left out."""
     config = TINY[name]
-    counted = saved_bytes(adapted(config, torch.bfloat16 if bf16 else torch.float32), tokens, bf16=bf16)
-    at_the_head = tokens * config.hidden_size * (2 if bf16 else 4)  # which the model's body does not keep
-    formula = planned(config, tokens, checkpointing=False, bf16=bf16).kept - at_the_head
+    counted = saved_bytes(adapted(config), tokens)
+    at_the_head = tokens * config.hidden_size * 2  # which the model's body does not keep
+    formula = planned(config, tokens, checkpointing=False).kept - at_the_head
     assert formula == pytest.approx(counted, rel=TOLERANCE)
 
 
@@ -137,13 +138,14 @@ THIRTY_TWO_B = {
 def test_the_formula_is_the_peak_of_a_step_of_real_width(
     config: PretrainedConfig, tokens: int, checkpointing: bool
 ) -> None:
-    model = adapted(config, torch.bfloat16, "meta")
+    """1.03 to 1.08 times of it."""
+    model = adapted(config, "meta")
     if checkpointing:
         ActivationMemory(model.get_base_model(), True, offload=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         known = on_fake_cpu(model)
         with LiveBytes(known) as live:
-            body(model, tokens, bf16=True, attention_mask={"full_attention": None}).sum().backward()
+            body(model, tokens, attention_mask={"full_attention": None}).sum().backward()
     memory = planned(config, tokens, checkpointing=checkpointing)
     formula = memory.kept + memory.one_layer + memory.gradients
     assert formula == pytest.approx(live.peak, rel=TOLERANCE)

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratchet.trainer.errors import ModelShapeUnknown
-from ratchet.trainer.planning.gpu_memory import kv_cache_bytes
+from ratchet.trainer.planning.memory import kv_cache_bytes
 from ratchet.trainer.planning.model_shape import (
     FAMILIES,
     adapted_layers,

@@ -10,10 +10,8 @@ from typing import Any
 
 from ratchet.trainer.errors import ModelShapeUnknown
 
-# Reads files of a model: of a folder, in the hub's cache, or on the hub. Loads no weights and no torch.
-
 _FILE = "config.json"
-_TIMEOUT = 10.0  # seconds
+_HUB_TIMEOUT = 10.0  # seconds
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -21,23 +19,14 @@ def read_config(model: str) -> dict[str, Any]:
 
     For hub names HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN and HF_HOME apply.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        file = folder / _FILE
-        if not file.is_file():
-            raise ModelShapeUnknown(f"{folder} has no {_FILE}: name the folder that holds it, or a hub name")
-        return _parsed(_text(file), str(file))
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelShapeUnknown(f"{model}: no such folder; name one that holds {_FILE}, or a hub name (owner/model)")
-    cached = _from_cache(model, _FILE)
-    if cached is not None:
-        return _parsed(_text(cached), str(cached))
-    text, problem = _from_hub(model, _FILE)
-    if text is None:
-        raise ModelShapeUnknown(
-            f"{model}: no such folder; as a hub name it is {problem}; or name a folder with {_FILE}"
-        )
-    return _parsed(text, f"{model}/{_FILE}")
+    text = _read(model, _FILE)
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ModelShapeUnknown(f"{_FILE} of {model} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelShapeUnknown(f"{_FILE} of {model} is not the configuration of a model: it holds no JSON object")
+    return content
 
 
 def read_model_file(model: str, name: str, *, ask_hub: bool = True) -> str | None:
@@ -45,30 +34,24 @@ def read_model_file(model: str, name: str, *, ask_hub: bool = True) -> str | Non
 
     `ask_hub`: ask the hub, once, for a file that its local cache does not know.
     """
-    folder = Path(model).expanduser()
     try:
-        if folder.is_dir():
-            file: Path | str | None = folder / name
-        else:
-            file = _from_cache(model, name)
-        if file is None:
-            return _from_hub(model, name)[0] if ask_hub else None
-        return _text(Path(file))
+        return _read(model, name, ask_hub=ask_hub)
     except ModelShapeUnknown:
         return None
 
 
-def _parsed(text: str, name: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ModelShapeUnknown(f"{name} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelShapeUnknown(f"{name} is not the configuration of a model: it holds no JSON object")
-    return content
-
-
-def _text(file: Path) -> str:
+def _read(model: str, name: str, *, ask_hub: bool = True) -> str:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        file: Path | None = folder / name
+        if not (folder / name).is_file():
+            raise ModelShapeUnknown(f"{folder} has no {name}: name the folder that holds it, or a hub name")
+    elif model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelShapeUnknown(f"{model}: no such folder; name one that holds {name}, or a hub name (owner/model)")
+    else:
+        file = _from_cache(model, name)
+    if file is None:
+        return _from_hub(model, name, ask_hub=ask_hub)
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -76,13 +59,13 @@ def _text(file: Path) -> str:
 
 
 def _from_cache(model: str, name: str) -> Path | None:
-    """Return a file in the hub's cache; None if it is not known. Raises ModelShapeUnknown."""
+    """Return a file in the hub's cache; None if the cache does not know it."""
     try:
         from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
     except ImportError as error:
         raise ModelShapeUnknown(
-            f"{model}: no such folder, and hub names need huggingface_hub: name a folder that holds {_FILE}"
+            f"{model}: no such folder, and hub names need huggingface_hub: name a folder that holds {name}"
         ) from error
     try:
         cached = try_to_load_from_cache(model, name)
@@ -93,146 +76,26 @@ def _from_cache(model: str, name: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def _from_hub(model: str, name: str) -> tuple[str | None, str]:
-    """Ask the hub once for a file; return its text, or None and what is wrong with the model's name.
-
-    huggingface_hub's own download would try for half a minute.
-    """
+def _from_hub(model: str, name: str, *, ask_hub: bool) -> str:
+    """Ask the hub once for a file; huggingface_hub's own download would try for half a minute."""
     import httpx
     from huggingface_hub import constants, get_token
 
-    if constants.HF_HUB_OFFLINE:
-        return None, "not in the local hub cache, and HF_HUB_OFFLINE is set"
-    token = get_token()
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    url = f"{constants.ENDPOINT}/{model}/resolve/main/{name}"
-    try:
-        answer = httpx.get(url, headers=headers, timeout=_TIMEOUT, follow_redirects=True)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        problem = f"not in the local hub cache, and {constants.ENDPOINT} cannot be reached ({type(error).__name__})"
-        return None, problem
-    if answer.status_code == httpx.codes.OK:
-        return answer.text, ""
-    return None, f"without a {name} on {constants.ENDPOINT} ({answer.status_code}): check the name and HF_TOKEN"
-
-
-# Numbers of parameters of a model and of its LoRA adapter, exact.
-#
-# Base model: the layers as transformers' modelling code declares them. Adapter: Hu et al. 2021, "LoRA"
-# (arXiv:2106.09685), r x (in + out) for each adapted linear layer, and for each expert of an adapted stack of experts
-# (PEFT's `transformers_weight_conversion.py`).
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """The linear layers of one name: sizes, how many there are in the model, and how many of a layer's run per token.
-
-    `stacked` is true of experts, which are one parameter per layer. `adapters` is 2 where gate and up are fused in one
-    parameter and PEFT gives each its own adapter, by twice the rank.
-    """
-
-    name: str
-    inputs: int
-    outputs: int
-    copies: int
-    bias: bool = False
-    stacked: bool = False
-    adapters: int = 1
-
-    @property
-    def weights(self) -> int:
-        """Elements of all copies, without biases."""
-        return self.inputs * self.outputs * self.copies
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterCount:
-    """Parameters of a base model by what happens to them."""
-
-    linear: int  # weights of linear layers: quantized with nf4
-    experts: int  # weights of stacked experts
-    embeddings: int  # token embeddings and LM head
-    other: int  # norms, biases, routers, sinks
-    vision: int
-
-    @property
-    def total(self) -> int:
-        """All parameters."""
-        return self.linear + self.experts + self.embeddings + self.other + self.vision
-
-
-def linear_layers(shape: ModelShape) -> tuple[Linear, ...]:
-    """Return the linear layers of the text model by name, without LM head and router."""
-    hidden, query, key_value, layers = shape.hidden, shape.query, shape.key_value, shape.layers
-    found = [
-        Linear("q_proj", hidden, query, layers, shape.qkv_bias),
-        Linear("k_proj", hidden, key_value, layers, shape.qkv_bias),
-        Linear("v_proj", hidden, key_value, layers, shape.qkv_bias),
-        Linear("o_proj", query, hidden, layers, shape.o_bias),
-    ]
-    if dense := shape.dense_layers:
-        inner = shape.intermediate
-        found += [
-            Linear("gate_proj", hidden, inner, dense, shape.mlp_bias),
-            Linear("up_proj", hidden, inner, dense, shape.mlp_bias),
-            Linear("down_proj", inner, hidden, dense, shape.mlp_bias),
-        ]
-    if experts := shape.experts:
-        copies, inner = experts.count * experts.sparse_layers, experts.intermediate
-        fused = 1 if shape.family == "gpt_oss" else 2
-        found += [
-            Linear("experts.gate_up_proj", hidden, 2 * inner, copies, experts.bias, stacked=True, adapters=fused),
-            Linear("experts.down_proj", inner, hidden, copies, experts.bias, stacked=True),
-        ]
-    return tuple(found)
-
-
-def count_parameters(shape: ModelShape) -> ParameterCount:
-    """Return the parameters of a base model, exact."""
-    linears = linear_layers(shape)
-    biases = sum(linear.outputs * linear.copies for linear in linears if linear.bias)
-    norms = (shape.norms_per_layer * shape.layers + 1) * shape.hidden
-    norms += 2 * shape.head_dim * shape.layers if shape.qk_norm else 0
-    sinks = shape.heads * shape.layers if shape.sinks else 0
-    return ParameterCount(
-        linear=sum(linear.weights for linear in linears if not linear.stacked),
-        experts=sum(linear.weights for linear in linears if linear.stacked),
-        embeddings=shape.vocab * shape.hidden * (1 if shape.tied else 2),
-        other=biases + norms + sinks + _routers(shape),
-        vision=_vision_parameters(shape.vision, shape.hidden) if shape.vision else 0,
-    )
-
-
-def adapted_layers(shape: ModelShape, target_modules: str | Sequence[str] = "all-linear") -> tuple[Linear, ...]:
-    """Return the layers that get an adapter; `all-linear` has the experts and never a router or the LM head."""
-    linears = linear_layers(shape)
-    if isinstance(target_modules, str):
-        return linears
-    names = {name.rpartition(".")[2] for name in target_modules}
-    return tuple(linear for linear in linears if linear.name.rpartition(".")[2] in names)
-
-
-def count_lora_parameters(layers: Sequence[Linear], rank: int) -> int:
-    """Return the parameters of a LoRA adapter on these layers, exact."""
-    return sum(rank * layer.adapters * (layer.inputs + layer.outputs) * layer.copies for layer in layers)
-
-
-def _routers(shape: ModelShape) -> int:
-    experts = shape.experts
-    if experts is None:
-        return 0
-    return experts.count * (shape.hidden + (1 if experts.bias else 0)) * experts.sparse_layers
-
-
-def _vision_parameters(tower: VisionTower, text_hidden: int) -> int:
-    """Return the parameters of SigLIP's vision model without its pooling head, and of Gemma 3's projector."""
-    hidden = tower.hidden
-    patches = (tower.image // tower.patch) ** 2
-    embeddings = hidden * 3 * tower.patch**2 + hidden + patches * hidden
-    attention = 4 * (hidden * hidden + hidden)
-    mlp = 2 * hidden * tower.intermediate + tower.intermediate + hidden
-    layer = attention + mlp + 4 * hidden  # two layer norms with bias
-    return embeddings + tower.layers * layer + 2 * hidden + hidden * text_hidden + hidden
+    problem = "not in the local hub cache, and HF_HUB_OFFLINE is set"
+    if ask_hub and not constants.HF_HUB_OFFLINE:
+        token = get_token()
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        url = f"{constants.ENDPOINT}/{model}/resolve/main/{name}"
+        try:
+            answer = httpx.get(url, headers=headers, timeout=_HUB_TIMEOUT, follow_redirects=True)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = f"{constants.ENDPOINT} cannot be reached ({type(error).__name__})"
+            problem = f"not in the local hub cache, and {reason}"
+        else:
+            if answer.status_code == httpx.codes.OK:
+                return answer.text
+            problem = f"without a {name} on {constants.ENDPOINT} ({answer.status_code}): check the name and HF_TOKEN"
+    raise ModelShapeUnknown(f"{model}: no such folder; as a hub name it is {problem}; or name a folder with {name}")
 
 
 # The shape of a causal language model, read from the content of its config.json.
@@ -438,3 +301,122 @@ def _weight_format(config: Mapping[str, Any]) -> str | None:
             "set learner.quantization: nf4 to train it in four bits)"
         )
     return method
+
+
+# Numbers of parameters of a model and of its LoRA adapter, exact.
+#
+# Base model: the layers as transformers' modelling code declares them. Adapter: Hu et al. 2021, "LoRA"
+# (arXiv:2106.09685), r x (in + out) for each adapted linear layer, and for each expert of an adapted stack of experts
+# (PEFT's `transformers_weight_conversion.py`).
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The linear layers of one name: sizes, how many there are in the model, and how many of a layer's run per token.
+
+    `stacked` is true of experts, which are one parameter per layer. `adapters` is 2 where gate and up are fused in one
+    parameter and PEFT gives each its own adapter, by twice the rank.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    copies: int
+    bias: bool = False
+    stacked: bool = False
+    adapters: int = 1
+
+    @property
+    def weights(self) -> int:
+        """Elements of all copies, without biases."""
+        return self.inputs * self.outputs * self.copies
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """Parameters of a base model by what happens to them."""
+
+    linear: int  # weights of linear layers: quantized with nf4
+    experts: int  # weights of stacked experts
+    embeddings: int  # token embeddings and LM head
+    other: int  # norms, biases, routers, sinks
+    vision: int
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.linear + self.experts + self.embeddings + self.other + self.vision
+
+
+def linear_layers(shape: ModelShape) -> tuple[Linear, ...]:
+    """Return the linear layers of the text model by name, without LM head and router."""
+    hidden, query, key_value, layers = shape.hidden, shape.query, shape.key_value, shape.layers
+    found = [
+        Linear("q_proj", hidden, query, layers, shape.qkv_bias),
+        Linear("k_proj", hidden, key_value, layers, shape.qkv_bias),
+        Linear("v_proj", hidden, key_value, layers, shape.qkv_bias),
+        Linear("o_proj", query, hidden, layers, shape.o_bias),
+    ]
+    if dense := shape.dense_layers:
+        inner = shape.intermediate
+        found += [
+            Linear("gate_proj", hidden, inner, dense, shape.mlp_bias),
+            Linear("up_proj", hidden, inner, dense, shape.mlp_bias),
+            Linear("down_proj", inner, hidden, dense, shape.mlp_bias),
+        ]
+    if experts := shape.experts:
+        copies, inner = experts.count * experts.sparse_layers, experts.intermediate
+        fused = 1 if shape.family == "gpt_oss" else 2
+        found += [
+            Linear("experts.gate_up_proj", hidden, 2 * inner, copies, experts.bias, stacked=True, adapters=fused),
+            Linear("experts.down_proj", inner, hidden, copies, experts.bias, stacked=True),
+        ]
+    return tuple(found)
+
+
+def count_parameters(shape: ModelShape) -> ParameterCount:
+    """Return the parameters of a base model, exact."""
+    linears = linear_layers(shape)
+    biases = sum(linear.outputs * linear.copies for linear in linears if linear.bias)
+    norms = (shape.norms_per_layer * shape.layers + 1) * shape.hidden
+    norms += 2 * shape.head_dim * shape.layers if shape.qk_norm else 0
+    sinks = shape.heads * shape.layers if shape.sinks else 0
+    return ParameterCount(
+        linear=sum(linear.weights for linear in linears if not linear.stacked),
+        experts=sum(linear.weights for linear in linears if linear.stacked),
+        embeddings=shape.vocab * shape.hidden * (1 if shape.tied else 2),
+        other=biases + norms + sinks + _routers(shape),
+        vision=_vision_parameters(shape.vision, shape.hidden) if shape.vision else 0,
+    )
+
+
+def adapted_layers(shape: ModelShape, target_modules: str | Sequence[str] = "all-linear") -> tuple[Linear, ...]:
+    """Return the layers that get an adapter; `all-linear` has the experts and never a router or the LM head."""
+    linears = linear_layers(shape)
+    if isinstance(target_modules, str):
+        return linears
+    names = {name.rpartition(".")[2] for name in target_modules}
+    return tuple(linear for linear in linears if linear.name.rpartition(".")[2] in names)
+
+
+def count_lora_parameters(layers: Sequence[Linear], rank: int) -> int:
+    """Return the parameters of a LoRA adapter on these layers, exact."""
+    return sum(rank * layer.adapters * (layer.inputs + layer.outputs) * layer.copies for layer in layers)
+
+
+def _routers(shape: ModelShape) -> int:
+    experts = shape.experts
+    if experts is None:
+        return 0
+    return experts.count * (shape.hidden + (1 if experts.bias else 0)) * experts.sparse_layers
+
+
+def _vision_parameters(tower: VisionTower, text_hidden: int) -> int:
+    """Return the parameters of SigLIP's vision model without its pooling head, and of Gemma 3's projector."""
+    hidden = tower.hidden
+    patches = (tower.image // tower.patch) ** 2
+    embeddings = hidden * 3 * tower.patch**2 + hidden + patches * hidden
+    attention = 4 * (hidden * hidden + hidden)
+    mlp = 2 * hidden * tower.intermediate + tower.intermediate + hidden
+    layer = attention + mlp + 4 * hidden  # two layer norms with bias
+    return embeddings + tower.layers * layer + 2 * hidden + hidden * text_hidden + hidden
