@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recipes import show
+from ratchet.store.operation_records import Rollout
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store, open_store
-from ratchet.store.tuning_records import Rollout
 from ratchet.supervisor import signals
 from ratchet.tuner.weights.weights_plan import LIVE
 

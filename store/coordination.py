@@ -14,18 +14,11 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many, insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.records import REQUESTED, Alarm, ProxyInstance, Record, row_to
+from ratchet.store.operation_records import Alarm, JobProgress, LeaseHolder, ProxyInstance
+from ratchet.store.records import REQUESTED, row_to
 from ratchet.store.states import FINISH, GroupState, RolloutState, TrajectoryState
 
 # Leases: one owner at a time, while it renews the lease.
-
-
-class LeaseHolder(msgspec.Struct, frozen=True):
-    """The holder of a lease and its expiry (Unix seconds)."""
-
-    name: str
-    owner: str
-    expires_at: float
 
 
 class Leases:
@@ -331,39 +324,6 @@ def _newest(kind: ActivityKind, table: sa.Table, column: sa.ColumnElement[Any]) 
 # Job progress: how far each long phase of a trainer is, one row per alias and phase. For display only.
 
 _VALUES = ("done", "total", "seconds", "means", "ended", "updated_at")  # columns that change
-
-
-class ProgressRate:
-    """Pace and remaining time of a phase with `done` of `total` items after `seconds`."""
-
-    __slots__ = ()
-    done: float
-    total: float
-    seconds: float
-
-    @property
-    def seconds_per_item(self) -> float | None:
-        """Mean seconds per item so far; None before the first one."""
-        return self.seconds / self.done if self.done else None
-
-    @property
-    def eta_seconds(self) -> float | None:
-        """Seconds until the total at this pace; None before the first item."""
-        each = self.seconds_per_item
-        return None if each is None else each * max(0.0, self.total - self.done)
-
-
-class JobProgress(Record, ProgressRate, frozen=True):
-    """Progress of a phase at `updated_at`; `seconds` since its start; `means` by metric."""
-
-    alias: str
-    phase: str
-    done: float
-    total: float
-    seconds: float
-    means: Mapping[str, float]
-    ended: bool
-    updated_at: float
 
 
 class JobProgressVerbs:

@@ -18,9 +18,10 @@ from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.ids import new_id
+from ratchet.store.operation_records import AffectedVersion, Deletion
 from ratchet.store.policies.policies import forks
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import Policy, Record
+from ratchet.store.records import Policy
 from ratchet.store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
 from ratchet.store.tuning import erase_content
 
@@ -37,16 +38,6 @@ if TYPE_CHECKING:
 _REASON = "it was trained on trajectories that were deleted"
 
 Version = tuple[str, int]  # alias, number
-
-
-class AffectedVersion(Record, frozen=True):
-    """A version that was trained on deleted trajectories, directly or through the version that it continues."""
-
-    alias: str
-    version: int
-    state: str
-    adapter: str | None
-    trained_directly: bool
 
 
 def versions_trained_by(connection: sa.Connection, rounds: Collection[str]) -> tuple[AffectedVersion, ...]:
@@ -149,23 +140,6 @@ _BATCH = 100  # trajectories in one transaction
 _PAGE = 500  # messages
 _NOTICED_AFTER = 3.0  # seconds until every running proxy has noticed a deletion
 _PROXY_TIMEOUT = 10.0  # seconds without a heartbeat after which a proxy counts as stopped
-
-
-class Deletion(Record, frozen=True):
-    """The result of a deletion."""
-
-    id: str
-    reason: str
-    started_at: float
-    updated_at: float
-    trajectory_count: int = 0
-    call_count: int = 0
-    # The next four are returned once and not stored.
-    messages: int = 0  # deleted messages and tool lists
-    groups_dropped: int = 0  # that were not trained
-    unswept_messages: int = 0  # that wait for a proxy
-    feedback: int = 0  # that was not attached to a call
-    policies: tuple[AffectedVersion, ...] = ()
 
 
 class Deletions:

@@ -12,15 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from ratchet.store.states import (
     CallState,
     GroupState,
-    KeyScope,
+    PolicyAction,
     PolicyState,
+    PromptMode,
+    ResampleState,
     RoundState,
     ToolOutcome,
     ToolResult,
@@ -68,6 +70,22 @@ def _little_endian(values: array[Any]) -> array[Any]:
 
 
 # The base class of the store's records, and the conversion of database rows.
+#
+# Records that are rows of a table declare its columns: schema.py makes them of the fields, in their order. A field's
+# type may say the longest text that is stored, or the form in which the value is.
+
+Text16 = Annotated[str, 16]
+Text32 = Annotated[str, 32]
+Text64 = Annotated[str, 64]
+Text128 = Annotated[str, 128]
+Text256 = Annotated[str, 256]
+Id = Annotated[str, 40]
+CallId = Annotated[str, "call id"]
+TrajectoryId = Annotated[str, "trajectory id"]
+Hash = Annotated[str, "hash"]
+Body = Annotated[bytes, "body"]
+Ids = Annotated[bytes, "token ids"]
+BigInt = Annotated[int, "bigint"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -142,34 +160,10 @@ class ReleaseOutcome(Record, frozen=True):
 class ReleaseEvidence(Record, frozen=True):
     """What the release controller knows about one version. docs/release.md lists the keys of `evidence`."""
 
-    alias: str
+    alias: Text128
     version: int
     evidence: Mapping[str, Any]
     updated_at: float
-
-
-# What an operator read or changed.
-
-
-class AuditEntry(Record, frozen=True):
-    """Requests of one operator: one change, or equal reads of a quarter of an hour.
-
-    `key_id` is null on a proxy without keys and for the command line, where `actor` is the user's name. `target` are
-    the values that name what was read or changed. `status` is 0 for the command line, and null while the outcome is
-    unknown: for good if the process died in between.
-    """
-
-    id: str
-    at: float
-    last_at: float
-    count: int
-    actor: str
-    method: str  # CLI for the command line
-    route: str  # without the values
-    target: dict[str, str]
-    key_id: str | None = None
-    client: str | None = None  # its address
-    status: int | None = None
 
 
 # The frozen records of tool calls, their results and their counts.
@@ -178,16 +172,16 @@ class AuditEntry(Record, frozen=True):
 class ToolCall(Record, frozen=True):
     """A sampled tool call with its outcome; `result` is None until a later request contains it."""
 
-    call_id: str
+    call_id: CallId
     choice: int
     place: int  # among the tool calls of the choice, from 0
-    alias: str
+    alias: Text128
     version: int
     tool: str
     tool_call_id: str
-    outcome: ToolOutcome
-    detail: str | None = None  # the mismatch, without values
+    outcome: Annotated[ToolOutcome, 24]
     result: ToolResult | None = None
+    detail: str | None = None  # the mismatch, without values
 
 
 class ToolCallResult(Record, frozen=True):
@@ -218,10 +212,10 @@ REQUESTED = "gathered:"  # start of the key of a group that a caller scored
 class Verdict(Record, frozen=True):
     """A judge's verdict on a trajectory: either a score or the failure, never both."""
 
-    trajectory_id: str
-    group_id: str | None
+    trajectory_id: TrajectoryId
+    group_id: Id | None
     judge: str
-    judge_version: str  # hash of the judge's code and rubric
+    judge_version: Text64  # hash of the judge's code and rubric
     score: float | None = None
     failure: str | None = None
     explanation: str = ""
@@ -229,7 +223,7 @@ class Verdict(Record, frozen=True):
     cost: float | None = None  # money, if the price is known
     latency: float = 0.0  # seconds
     judged_at: float = 0.0
-    judge_request_id: str | None = None  # the last model request behind it, if any
+    judge_request_id: Id | None = None  # the last model request behind it, if any
     baseline_mean: float | None = None  # for an ungrouped trajectory: earlier scores of its family
     baseline_std: float | None = None
 
@@ -245,7 +239,7 @@ class AnswerLogprobs(Record, frozen=True):
 class TeacherScore(Record, frozen=True):
     """What a teacher said of a trajectory's sampled tokens. Answers that it could not score are missing."""
 
-    trajectory_id: str
+    trajectory_id: TrajectoryId
     teacher: str
     answers: tuple[AnswerLogprobs, ...]
 
@@ -253,13 +247,13 @@ class TeacherScore(Record, frozen=True):
 class AnswerTraining(Record, frozen=True):
     """What a round did with a sampled answer: an advantage if its tokens carry loss, else the reason why not."""
 
-    call_id: str
+    call_id: CallId
     choice: int
+    round_id: Id = ""
     advantage: float | None = None
     untrained: str | None = None
     mismatch: bytes = b""  # trainer - vLLM logprob of each token, little-endian float16; empty: not compared
     advantages: bytes = b""  # of each token, little-endian float16, if they differ; `advantage` is their mean
-    round_id: str = ""
 
 
 class PastScore(Record, frozen=True):
@@ -279,8 +273,8 @@ class JudgeRequest(Record, frozen=True):
     Of a teacher without the token ids and their logprobs, which calls and teacher scores hold.
     """
 
-    id: str
-    group_id: str | None
+    id: Id
+    group_id: Id | None
     judge: str
     url: str
     request: bytes  # JSON
@@ -297,9 +291,9 @@ class JudgeRequest(Record, frozen=True):
 class Group(Record, frozen=True):
     """Attempts at one task, compared with each other."""
 
-    id: str
+    id: Id
     key: str
-    alias: str
+    alias: Text128
     state: GroupState
     formed_at: float
     members: tuple[str, ...]
@@ -316,8 +310,8 @@ class Group(Record, frozen=True):
 class Round(Record, frozen=True):
     """One training round."""
 
-    id: str
-    alias: str
+    id: Id
+    alias: Text128
     state: RoundState
     from_version: int
     to_version: int | None
@@ -352,10 +346,10 @@ RESAMPLE = "resample"  # purpose of a further answer to a recorded prompt: train
 class MessageNode(Record, frozen=True):
     """A message and its position: `hash` covers it and all messages before it; `body` is canonical JSON."""
 
-    hash: str
-    parent: str
-    role: str
-    body: bytes
+    hash: Hash
+    parent: Hash
+    role: Text32
+    body: Body
 
 
 class CallStarted(Record, frozen=True, tag="started"):
@@ -391,17 +385,17 @@ class CallStarted(Record, frozen=True, tag="started"):
         return self.alias if self.purpose == OTHER else f"{self.alias}@{self.version}"
 
 
-class Choice(Record, frozen=True):
+class Choice(Record, frozen=True, kw_only=True):
     """One sampled answer, with the engine's own `token_ids` (n int32) and `logprobs` (n float32)."""
 
     index: int
-    finish_reason: str | None
-    token_ids: bytes
-    logprobs: bytes
-    reply_node: str = ""
-    link_key: str = ""
+    finish_reason: Text32 | None
+    reply_node: Hash = ""
+    link_key: Hash = ""
+    skip_last_key: Hash | None = None  # its key without the prompt's last message, if that may be a reminder
     tool_call_ids: tuple[str, ...] = ()
-    skip_last_key: str | None = None  # its key without the prompt's last message, if that may be a reminder
+    token_ids: Ids
+    logprobs: bytes
 
 
 class CallEnded(Record, frozen=True, tag="ended"):
@@ -435,18 +429,18 @@ class Feedback(Record, frozen=True, tag="feedback"):
     `trajectory_id` and `call_id` are set when its `target` is stored.
     """
 
-    id: str
-    kind: str  # what `target` names: trajectory, call, response
-    target: str
-    source: str  # end user, else the key; later feedback of the same source is a revision
+    id: CallId
+    kind: Text16  # what `target` names: trajectory, call, response
+    target: Text256
+    source: Text256  # end user, else the key; later feedback of the same source is a revision
     given_at: float
-    key_id: str | None = None  # the target must belong to this key
+    key_id: Text64 | None = None  # the target must belong to this key
     trusted: bool = False  # from an operator: any target
     value: float | None = None  # higher is better; None: only a comment or demonstration
     comment: str = ""
     demonstration: str | None = None  # the correct answer
-    trajectory_id: str | None = None
-    call_id: str | None = None  # None: on the whole trajectory
+    trajectory_id: TrajectoryId | None = None
+    call_id: CallId | None = None  # None: on the whole trajectory
     applied_at: float | None = None  # when a verdict first used it
 
 
@@ -493,36 +487,25 @@ class UnansweredCall(Record, frozen=True):
     family: str | None = None  # likewise
 
 
-class ProxyInstance(Record, frozen=True):
-    """The state of one proxy: the versions that it serves and the trajectories pinned to each."""
-
-    id: str
-    url: str
-    live_versions: Mapping[str, int]  # alias -> version of new trajectories
-    pinned_trajectories: Mapping[str, int]  # "alias@version" -> open trajectories pinned to it
-    shipped_until: float  # its records up to this time are in the store
-    heartbeat_at: float
-
-
 class Call(Record, frozen=True):
     """A recorded call with its tokens."""
 
-    id: str
-    trajectory_id: str
+    id: CallId
+    trajectory_id: TrajectoryId
     state: CallState
-    alias: str
+    alias: Text128
     version: int
-    dialect: str
+    dialect: Text16
     streamed: bool
-    linked_by: str
-    parent_call: str | None
+    linked_by: Text32
+    parent_call: CallId | None
     parent_choice: int
-    role: str | None
+    role: Text128 | None
     sampling: Mapping[str, Any]
-    prompt_node: str
-    tools_hash: str
-    context: str
-    prompt_ids: bytes
+    prompt_node: Hash
+    tools_hash: Hash
+    context: Annotated[str, 8]
+    prompt_ids: Ids
     prompt_tokens: int
     completion_tokens: int
     started_at: float
@@ -532,7 +515,7 @@ class Call(Record, frozen=True):
     untrainable: str | None
     error: str | None
     choices: tuple[Choice, ...]
-    response_id: str | None = None
+    response_id: Text128 | None = None
 
 
 def cohort_of(task: str | None, root_node: str, tools_hash: str) -> str:
@@ -545,24 +528,24 @@ def family_of(task: str | None, tools_hash: str) -> str:
     return f"task:{task.rpartition('/')[0]}" if task else f"tools:{tools_hash}"
 
 
-class Trajectory(Record, frozen=True):
+class Trajectory(Record, frozen=True, kw_only=True):
     """A trajectory without its content."""
 
-    id: str
-    alias: str
+    id: TrajectoryId
+    alias: Text128
     version: int
     state: TrajectoryState
+    purpose: Text16 = "live"
     task: str | None
-    root_node: str
-    tools_hash: str
-    key_id: str | None
+    root_node: Hash
+    tools_hash: Hash
+    key_id: Text64 | None
     opened_at: float
     last_active_at: float
-    purpose: str = "live"
     sealed_at: float | None = None
-    sealed_by: str | None = None  # idle, or finish (on request)
-    group_id: str | None = None
-    round_id: str | None = None
+    sealed_by: Text16 | None = None  # idle, or finish (on request)
+    group_id: Id | None = None
+    round_id: Id | None = None
     drop_reason: str | None = None
     draw: VersionDraw | None = None  # of its version; None: nothing was drawn
     calls: int = 0
@@ -603,78 +586,86 @@ class Transcript(Record, frozen=True):
 class Policy(Record, frozen=True):
     """One version of an alias: an adapter, a prompt, or both; version 0 has neither. A prompt shares its adapter."""
 
-    alias: str
+    alias: Text128
     version: int
     state: PolicyState
     served_name: str  # model name in vLLM
     adapter: str | None  # its folder; None: the base model
     created_at: float
-    round_id: str | None = None
+    round_id: Id | None = None
     evidence: Mapping[str, Any] = {}
     share: float | None = None  # of new trajectories, in a ramp or held back; the live version has the rest
     pruned_at: float | None = None  # when its folder was deleted; it cannot serve again
-    recalled_at: float | None = None  # when its open trajectories had to go on with the live version, if rejected
     pinned_at: float | None = None  # when a person pinned it: it stays live, and nothing is released
-    prompt_id: str | None = None  # of the system prompt that it is served with
+    recalled_at: float | None = None  # when its open trajectories had to go on with the live version, if rejected
+    prompt_id: Id | None = None  # of the system prompt that it is served with
     replicas: Sequence[str] = ()  # URLs of the replicas that are proven to serve it; empty: not recorded
 
 
-class Key(Record, frozen=True):
-    """An API key, by the SHA-256 hex of the key. None: no limit of its own.
+class Prompt(Record, frozen=True):
+    """A system prompt that the proxy applies, identified by its content."""
 
-    `agents`, and `models` of `model_list`: those that it may call; None: all.
-    """
+    id: Id  # prm_ and 16 hex characters of a hash of mode, text and families
+    mode: PromptMode
+    text: str  # for families without a text of their own; empty: calls are unchanged
+    families: Mapping[str, str] = {}  # texts by task family (`Trajectory.family`)
+    origin: str = ""  # its first author
+    created_at: float = 0.0
 
-    id: str
+    def text_for(self, family: str | None) -> str:
+        """Return the text for calls of a family; empty: the call is unchanged."""
+        return self.families.get(family, self.text) if family is not None else self.text
+
+
+_PARTS = ("config", "weights", "tokenizer", "chat_template")  # of a base model's files
+
+
+class BaseModel(Record, frozen=True):
+    """A base model; `name`: the folder or hub name at its registration."""
+
+    id: Id
     name: str
-    hash: str
-    scope: KeyScope
-    created_at: float
-    revoked_at: float | None = None
-    last_used_at: float | None = None  # to the minute
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    agents: tuple[str, ...] | None = None
-    max_parallel_requests: int | None = None
-    expires_at: float | None = None
-    models: tuple[str, ...] | None = None
-    max_tokens: int | None = None  # of each answer
-    tokens_per_day: int | None = None
-    tokens_per_month: int | None = None
+    file_digests: Mapping[str, str]
+    server_fingerprint: Mapping[str, Any]
+    registered_at: float
+
+    def differing_parts(self, files: Mapping[str, str]) -> list[str]:
+        """Return the parts whose digests are known for both and differ."""
+        return [
+            part
+            for part in _PARTS
+            if part in self.file_digests and part in files and self.file_digests[part] != files[part]
+        ]
 
 
-class KeyTokens(Record, frozen=True):
-    """The prompt and completion tokens of a key on a UTC day (`2026-11-23`), and in its month up to then."""
+class Decision(Record, frozen=True):
+    """A decision about a version: its author, reason and evidence."""
 
-    day: str
-    today: int = 0
-    this_month: int = 0
-
-
-class Usage(Record, frozen=True):
-    """Calls and tokens of a UTC day, a key, an agent or model, and a purpose; None: of all.
-
-    A key id of "" stands for all calls without a checked key. `key_name` is None for keys of the environment.
-    """
-
-    day: str | None
-    key_id: str | None
-    key_name: str | None
-    alias: str | None
-    purpose: str | None
-    calls: int
-    failed: int
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class Alarm(Record, frozen=True):
-    """A condition that needs a person, with the reason in one sentence."""
-
-    name: str
+    id: int
+    alias: Text128
+    version: int
+    action: PolicyAction
+    decided_by: str  # proof, release, tuner, or a person
     reason: str
-    raised_at: float
-    last_raised_at: float
-    count: int
-    cleared_at: float | None = None
-    sent_at: float | None = None  # when the webhook last took it, raised or cleared
+    evidence: Mapping[str, Any]
+    decided_at: float
+
+
+class Resample(Record, frozen=True):
+    """A further answer to the prompt of `original_id`. Its id is that of its trajectory."""
+
+    id: TrajectoryId
+    original_id: TrajectoryId
+    alias: Text128
+    version: int  # of the original
+    tokens: int  # of prompt and answer; of the original until it is answered
+    planned_at: float
+    requested_at: float | None = None
+    ended_at: float | None = None
+    state: ResampleState = ResampleState.PLANNED
+    failure: str | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.state in (ResampleState.ANSWERED, ResampleState.FAILED)

@@ -16,6 +16,7 @@ from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore, truncate_row
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
+from ratchet.store.operation_records import Rollout, TaskRow, Tuning
 from ratchet.store.records import WorkflowResult, row_to
 from ratchet.store.states import (
     ROLLOUT_TRANSITIONS,
@@ -25,7 +26,6 @@ from ratchet.store.states import (
     TuningState,
     check_transition,
 )
-from ratchet.store.tuning_records import Rollout, TaskRow, Tuning
 
 # Tasks: the rows of task sets with rollouts, which judges and reports find by id.
 #

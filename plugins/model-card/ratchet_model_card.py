@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.policies.serving import Decision
+from ratchet.store.operation_records import Tuning
 from ratchet.store.reasons import UNTRAINED
-from ratchet.store.records import Policy, Round
+from ratchet.store.records import Decision, Policy, Prompt, Round
 from ratchet.store.reports.learning_report import (
     Gain,
     LearningReport,
@@ -30,7 +30,6 @@ from ratchet.store.reports.learning_report import (
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store
 from ratchet.store.training.rounds import TrainingData
-from ratchet.store.tuning_records import Prompt, Tuning
 from ratchet.tuner.reports.tuning_result import TuningResult, read
 
 _MAX_ROWS = 30  # per table

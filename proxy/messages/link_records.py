@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints
-from ratchet.store.records import OTHER, UNLINKED, VersionDraw
-from ratchet.store.tuning_records import Prompt
+from ratchet.store.records import OTHER, UNLINKED, Prompt, VersionDraw
 
 _LENGTH_BYTES, _DIGEST_BYTES = 4, 11  # of a fingerprint; Python takes 48 bytes for 15, for 16 it takes 64
 _MAX_STOPPED_BYTES = 2**16  # of a stopped answer's text

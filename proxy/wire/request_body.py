@@ -23,8 +23,7 @@ from ratchet.proxy.wire.unreadable_text import unreadable_body
 from ratchet.store.content import json_depth
 from ratchet.store.content import messages as canon
 from ratchet.store.content.messages import beginning, has_system_prompt
-from ratchet.store.records import MessageNode
-from ratchet.store.tuning_records import Prompt
+from ratchet.store.records import MessageNode, Prompt
 
 SAMPLING = frozenset((
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens",

@@ -13,9 +13,9 @@ from ratchet.api.arguments import Arguments
 from ratchet.api.evaluation import Evaluation, evaluation_of
 from ratchet.api.try_out import refuse_judge_of_calls, served_model, transcript_of
 from ratchet.errors import InvalidArgument
+from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Transcript
 from ratchet.store.states import RolloutState
-from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.observability.progress import Phase, Progress, watch_for_command

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.store.tuning_records import Rollout
+from ratchet.store.operation_records import Rollout
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.statistics import CandidateScore, Compared
 from ratchet.tuner.selection.choice import Selection, commonest

@@ -18,8 +18,8 @@ from ratchet.api.arguments import Arguments
 from ratchet.api.event_loop import check_interrupted
 from ratchet.errors import InvalidArgument, RunCancelled
 from ratchet.options import current_user
+from ratchet.store.operation_records import Tuning
 from ratchet.store.states import RolloutState, TuningState
-from ratchet.store.tuning_records import Tuning
 from ratchet.tuner.reports.tuning_result import TuningResult, read
 from ratchet.tuning.caller import RunCaller
 from ratchet.tuning.context import open_store

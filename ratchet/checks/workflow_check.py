@@ -24,9 +24,9 @@ from ratchet.store.reasons import DropReason
 from ratchet.tuning import context
 
 if TYPE_CHECKING:
+    from ratchet.store.operation_records import Rollout
     from ratchet.store.records import Transcript
     from ratchet.store.store import Store
-    from ratchet.store.tuning_records import Rollout
     from ratchet.trainer.tasks import Task
     from ratchet.tuner.rollouts.diagnosis import Reason
 

@@ -11,7 +11,7 @@ from ratchet.options import Timestamp
 from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.store.records import AuditEntry
+    from ratchet.store.operation_records import AuditEntry
 
 
 @click.command()

@@ -16,8 +16,8 @@ from ratchet.tuning.context import judge_of
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
+    from ratchet.store.operation_records import Rollout
     from ratchet.store.records import Group
-    from ratchet.store.tuning_records import Rollout
     from ratchet.trainer.controller.judges import Judge
     from ratchet.trainer.controller.judges.audit.calibration import Calibration
     from ratchet.trainer.controller.judges.audit.lint_transcripts import LintTranscript

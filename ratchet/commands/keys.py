@@ -10,7 +10,7 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from ratchet.store.records import Key, KeyTokens
+    from ratchet.store.operation_records import Key, KeyTokens
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

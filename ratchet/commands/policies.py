@@ -14,9 +14,7 @@ from ratchet.commands.policies_import import import_
 from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.store.policies.serving import Decision
-    from ratchet.store.records import Policy
-    from ratchet.store.tuning_records import Prompt
+    from ratchet.store.records import Decision, Policy, Prompt
 
 _NAMED = click.argument("alias", metavar="NAME[@VERSION]")
 _VERSION = click.argument("version", type=int, required=False)

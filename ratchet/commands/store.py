@@ -13,7 +13,7 @@ from ratchet.options import Duration, Timestamp
 
 if TYPE_CHECKING:
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
-    from ratchet.store.deletion import AffectedVersion, Deletion
+    from ratchet.store.operation_records import AffectedVersion, Deletion
     from ratchet.store.store import Store
 
 _SHOWN = 20

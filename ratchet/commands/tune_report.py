@@ -11,7 +11,7 @@ from ratchet import options
 from ratchet.output.terminal import format_time, strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.store.tuning_records import Tuning
+    from ratchet.store.operation_records import Tuning
 
 _MAX_RUNS = 1000  # newest runs that are read
 KINDS = ("select-model", "prompt", "weights", "eval", "lessons", "doctor")

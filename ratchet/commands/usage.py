@@ -10,7 +10,7 @@ from ratchet import options
 from ratchet.output.terminal import print_records
 
 if TYPE_CHECKING:
-    from ratchet.store.records import Usage
+    from ratchet.store.operation_records import Usage
 
 _COLUMNS = {"key": "key_id", "agent": "alias", "day": "day", "purpose": "purpose"}
 _NO_KEY = "(no key)"

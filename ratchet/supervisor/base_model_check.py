@@ -14,7 +14,7 @@ from pathlib import Path
 from ratchet.errors import BaseModelConflict
 from ratchet.settings.project_settings import Settings
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
-from ratchet.store.policies.base_models import BaseModel
+from ratchet.store.records import BaseModel
 from ratchet.store.store import Store
 from ratchet.supervisor import vllm_command
 from ratchet.trainer.adapters.base_model_files import bytes_to_read, digests, model_folder

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ratchet.settings.project_settings import Settings
-    from ratchet.store.tuning_records import Tuning
+    from ratchet.store.operation_records import Tuning
     from ratchet.tuner.selection.choice import Selection
     from ratchet.tuner.selection.model_selection import Request
     from ratchet.tuning.context import TuningContext

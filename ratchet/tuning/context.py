@@ -15,8 +15,8 @@ from ratchet.tuning.run_lease import RunLease
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
+    from ratchet.store.operation_records import Tuning
     from ratchet.store.store import Store
-    from ratchet.store.tuning_records import Tuning
     from ratchet.trainer.controller.judges import Judge
     from ratchet.trainer.observability.progress import Progress
     from ratchet.trainer.tasks import Task, TaskSet

@@ -14,8 +14,8 @@ from ratchet.tuning.caller import RunCaller
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
+    from ratchet.store.operation_records import Rollout
     from ratchet.store.store import Store
-    from ratchet.store.tuning_records import Rollout
     from ratchet.trainer.tasks import Task
     from ratchet.tuner.rollouts.runner import RolloutJob
     from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup

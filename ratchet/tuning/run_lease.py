@@ -17,8 +17,8 @@ from ratchet.store.states import RELEASE_EVALUATION, TuningState
 from ratchet.tuning.caller import COMMAND, RunCaller
 
 if TYPE_CHECKING:
+    from ratchet.store.operation_records import Tuning
     from ratchet.store.store import Store
-    from ratchet.store.tuning_records import Tuning
     from ratchet.trainer.lease import Lease
 
 _LEASE_SECONDS = 10.0  # a run can be resumed this long after its process died

@@ -15,8 +15,8 @@ from ratchet.tuning.caller import COMMAND, RunCaller
 from ratchet.tuning.run_services import run_services
 
 if TYPE_CHECKING:
+    from ratchet.store.operation_records import Tuning
     from ratchet.store.store import Store
-    from ratchet.store.tuning_records import Tuning
     from ratchet.tuner.reports.tuning_result import TuningResult
     from ratchet.tuner.settings import TunerSettings
 

@@ -17,8 +17,8 @@ from ratchet.tuning.caller import COMMAND, RunCaller
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
+    from ratchet.store.operation_records import Tuning
     from ratchet.store.store import Store
-    from ratchet.store.tuning_records import Tuning
     from ratchet.supervisor.up import ProjectServices
     from ratchet.tuner.reports.tuning_result import TuningResult
     from ratchet.tuner.weights.weights_plan import WeightsPlan

@@ -14,7 +14,8 @@ from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
-from ratchet.store.records import AuditEntry, Key, row_to
+from ratchet.store.operation_records import AuditEntry, Key
+from ratchet.store.records import row_to
 from ratchet.store.states import KeyScope
 
 # API keys: a name, a scope, agents, limits, and the SHA-256 of the key. The key itself is not stored.

@@ -18,28 +18,8 @@ from ratchet.store.db.bulk import insert_or_ignore, truncate_row
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.records import RESAMPLE, Record, Trajectory, row_to
+from ratchet.store.records import RESAMPLE, Record, Resample, Trajectory, row_to
 from ratchet.store.states import FINISH, RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before
-
-
-class Resample(Record, frozen=True):
-    """A further answer to the prompt of `original_id`. Its id is that of its trajectory."""
-
-    id: str
-    original_id: str
-    alias: str
-    version: int  # of the original
-    tokens: int  # of prompt and answer; of the original until it is answered
-    planned_at: float
-    requested_at: float | None = None
-    ended_at: float | None = None
-    state: ResampleState = ResampleState.PLANNED
-    failure: str | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended."""
-        return self.state in (ResampleState.ANSWERED, ResampleState.FAILED)
 
 
 class ResampleCount(Record, frozen=True):

@@ -10,11 +10,12 @@ Rows are locked in order of their ids, so that proxies that ship the same messag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.calls import prompt_blocks as blocks
@@ -29,34 +30,25 @@ from ratchet.store.db.bulk import (
     truncate_columns,
 )
 from ratchet.store.ids import may_share_trajectory
-from ratchet.store.records import CallEnded, CallRecord, CallStarted, MessageNode
+from ratchet.store.records import CallEnded, CallRecord, CallStarted, Choice, MessageNode, Record
 from ratchet.store.states import IDLE, CallState, TrajectoryState
 
 MESSAGES_LOCK = 0x52414D53  # advisory lock: shared to ship messages, exclusive to delete them
 _MAX_TASK_CHARS = 512  # longer values do not fit an index
-_NODE_COLUMNS = ("hash", "parent", "role", "body")
-_START_COLUMNS = (
-    "id", "started_at", "alias", "version", "dialect", "streamed", "linked_by", "prompt_node", "tools_hash",
-    "parent_call", "parent_choice", "key_id", "role", "tags", "sampling",
-)  # fmt: skip
-_ENDED_COLUMNS = (
-    "state", "ended_at", "first_byte_at", "status", "context", "prompt_ids", "prompt_tokens", "completion_tokens",
-    "untrainable", "error", "upstream", "response_id",
-)  # fmt: skip
-_NOT_ENDED = (CallState.STARTED, None, None, None, "root", b"", 0, 0, None, None, None, None)
-_CHOICE_COLUMNS = (
-    "call_id", "choice", "finish_reason", "reply_node", "link_key", "skip_last_key", "tool_call_ids", "token_ids",
-    "logprobs",
-)  # fmt: skip
-_TRAJECTORY_COLUMNS = (
-    "id", "alias", "version", "purpose", "root_node", "tools_hash", "key_id", "opened_at",
-    "state", "task", "last_active_at", "draw", "counted",
-)  # fmt: skip
-_node_values = attrgetter(*_NODE_COLUMNS)
-_start_values = attrgetter("call_id", *_START_COLUMNS[1:])
-_ended_values = attrgetter(*_ENDED_COLUMNS)
-_choice_values = attrgetter("index", *_CHOICE_COLUMNS[2:])
-_trajectory_values = attrgetter("alias", "version", "purpose", "prompt_node", "tools_hash", "key_id", "started_at")
+
+
+def _shared(record: type[Record], table: sa.Table) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    """Return the columns of a table that are fields of a record, and the function that reads them."""
+    names = tuple(name for name in record.__struct_fields__ if name in table.c)
+    return names, attrgetter(*names)
+
+
+_NODE_COLUMNS, _node_values = _shared(MessageNode, schema.messages)
+_START_COLUMNS, _start_values = _shared(CallStarted, schema.calls)
+_ENDED_COLUMNS, _ended_values = _shared(CallEnded, schema.calls)
+_CHOICE_COLUMNS, _choice_values = _shared(Choice, schema.choices)
+_NO_END = {"state": CallState.STARTED, "context": "root", "prompt_ids": b"", "prompt_tokens": 0, "completion_tokens": 0}
+_NOT_ENDED = tuple(map(_NO_END.get, _ENDED_COLUMNS))
 
 _ACTIVE = (
     sa.update(schema.trajectories)
@@ -166,6 +158,7 @@ def _write_calls(
         ended = zip(*(_ended_values(end) if end else _NOT_ENDED for end in ends), strict=True)
         columns: dict[str, Sequence[Any]] = dict(started) | dict(zip(_ENDED_COLUMNS, ended, strict=True))
         columns |= {
+            "id": [start.call_id for start in rows],
             "trajectory_id": [hosts[start.call_id] for start in rows],
             "retained_node": list(map(_retained_node, rows, ends)),
         }
@@ -214,8 +207,8 @@ def _add_tags(connection: sa.Connection, calls: Sequence[CallStarted], hosts: Ma
 
 
 def _write_choices(connection: sa.Connection, ends: Collection[CallEnded]) -> None:
-    rows = [(end.start.call_id, *_choice_values(choice)) for end in ends for choice in end.choices]
-    _insert(connection, schema.choices, _CHOICE_COLUMNS, rows)
+    rows = [(end.start.call_id, choice.index, *_choice_values(choice)) for end in ends for choice in end.choices]
+    _insert(connection, schema.choices, ("call_id", "choice", *_CHOICE_COLUMNS), rows)
 
 
 def _active(new: Iterable[CallStarted], ends: Iterable[CallEnded], hosts: Mapping[str, str]) -> dict[str, float]:
@@ -307,9 +300,18 @@ def _add_trajectories(
     connection: sa.Connection, new: Mapping[str, CallStarted], ended: Mapping[str, CallEnded]
 ) -> dict[str, _TrajectoryRow]:
     """Create trajectories with the values of their first calls; return their rows."""
-    rows = [(name, *_trajectory_values(start), TrajectoryState.OPEN, short_task(start.task), _last_active(start, ended),
-             *_drawn(start)) for name, start in sorted(new.items())]  # fmt: skip
-    if _insert(connection, schema.trajectories, _TRAJECTORY_COLUMNS, rows, new_only=True) < len(rows):
+    rows = [
+        {
+            "id": name, "alias": start.alias, "version": start.version, "purpose": start.purpose,
+            "state": TrajectoryState.OPEN, "task": short_task(start.task), "root_node": start.prompt_node,
+            "tools_hash": start.tools_hash, "key_id": start.key_id, "opened_at": start.started_at,
+            "last_active_at": _last_active(start, ended), **_drawn(start),
+        }
+        for name, start in sorted(new.items())
+    ]  # fmt: skip
+    if _insert(connection, schema.trajectories, tuple(rows[0]), [row.values() for row in rows], new_only=True) < len(
+        new
+    ):
         return _trajectory_rows(connection, sorted(new))  # another proxy created some, with other values
     return {
         name: _TrajectoryRow(
@@ -319,12 +321,12 @@ def _add_trajectories(
     }
 
 
-def _drawn(start: CallStarted) -> tuple[dict[str, Any] | None, bool]:
-    """Return the draw of the trajectory's version as JSON, and whether it is evidence about its version."""
+def _drawn(start: CallStarted) -> dict[str, Any]:
+    """Return the draw of the trajectory's version, and whether it is evidence about its version."""
     draw = start.draw
     if draw is None:
-        return None, False
-    return {"shares": dict(draw.shares), "unit": draw.unit, "counted": draw.counted}, draw.counted
+        return {"draw": None, "counted": False}
+    return {"draw": {**msgspec.structs.asdict(draw), "shares": dict(draw.shares)}, "counted": draw.counted}
 
 
 def _last_active(start: CallStarted, ended: Mapping[str, CallEnded]) -> float:

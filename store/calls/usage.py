@@ -21,7 +21,8 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many
 from ratchet.store.db.engine import read
 from ratchet.store.ids import owner
-from ratchet.store.records import CallEnded, KeyTokens, Usage, row_to
+from ratchet.store.operation_records import KeyTokens, Usage
+from ratchet.store.records import CallEnded, row_to
 from ratchet.store.states import CallState
 
 DIMENSIONS = ("day", "key_id", "alias", "purpose")

@@ -20,9 +20,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ratchet.store.content.json_depth import exceeds_depth
-from ratchet.store.records import Call, MessageNode
+from ratchet.store.records import Call, MessageNode, Prompt
 from ratchet.store.states import PromptMode
-from ratchet.store.tuning_records import Prompt
 
 ROOT = ""
 ANYWHERE = "anywhere"  # in place of a parent's key: the message at any position

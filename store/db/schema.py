@@ -1,4 +1,4 @@
-"""Every table of the store.
+"""Every table of the store, made from the records that are its rows.
 
 Each uniqueness rule is a database constraint with the rule above it. Until the first release the database is created
 from these tables, and a change of them needs another `engine.HEAD`.
@@ -6,31 +6,19 @@ from these tables, and a change of them needs another `engine.HEAD`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import sqlalchemy as sa
 
-from ratchet.store.db.column_types import Body, Bytes, Hash, Ids, pack_hash
-from ratchet.store.states import (
-    SERVING,
-    CallState,
-    GroupState,
-    KeyScope,
-    PolicyAction,
-    PolicyState,
-    PromptMode,
-    ResampleState,
-    RolloutState,
-    RoundState,
-    ToolOutcome,
-    ToolResult,
-    TrajectoryState,
-    TuningKind,
-    TuningState,
-)
-
-# Naming of constraints, and the column types of ids, times and states.
+from ratchet.store import operation_records as operation
+from ratchet.store import records
+from ratchet.store.db import column_types
+from ratchet.store.db.column_types import pack_hash
+from ratchet.store.records import BigInt, Body, CallId, Hash, Id, Ids, Record, Text16, Text64, Text128, TrajectoryId
+from ratchet.store.states import SERVING
 
 metadata = sa.MetaData(
     naming_convention={
@@ -42,18 +30,83 @@ metadata = sa.MetaData(
     }
 )
 
-ID = sa.String(40)
-# Compared by bytes in every locale, so that ids sort by time and pages follow ids.
-CALL_ID = sa.String(40).with_variant(sa.String(40, collation="C"), "postgresql")
-TRAJECTORY_ID = sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql")
-HASH = Hash
-TIME: sa.Double[float] = sa.Double()
-JSON = sa.JSON()
-TASK_ID = sa.String(256)
+# The forms that a field's type names. Ids are compared by bytes in every locale, so that they sort by time and pages
+# follow ids.
+_FORMS: Mapping[str, Any] = {
+    "call id": sa.String(40).with_variant(sa.String(40, collation="C"), "postgresql"),
+    "trajectory id": sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql"),
+    "hash": column_types.Hash,
+    "body": column_types.Body,
+    "token ids": column_types.Ids,
+    "bigint": sa.BigInteger,
+}
+_PLAIN: Mapping[Any, Any] = {
+    str: sa.Text, int: sa.Integer, float: sa.Double, bool: sa.Boolean, bytes: column_types.Bytes,
+}  # fmt: skip
+_COUNTER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
-def enum_constraint(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
-    """Return the constraint that a column has one of these states."""
+def table_of(
+    name: str,
+    record: type[Record] | None,
+    *indexes: str,
+    key: str = "id",
+    references: Mapping[str, str] | None = None,
+    checks: Mapping[str, str] | None = None,
+    unique: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    left_out: Sequence[str] = (),
+    before: Mapping[str, Mapping[str, Any]] | None = None,
+    **further: Any,
+) -> sa.Table:
+    """Return the table whose columns are a record's fields, without those `left_out`, and the `further` ones.
+
+    `before`: further columns that stand before a field. Several columns of an index or key are separated by blanks;
+    a reference is the other table's name, with a ! if a row is deleted with the one that it refers to.
+    """
+    hints: dict[str, Any] = {}
+    fields = get_type_hints(record, include_extras=True) if record else {}
+    for field in record.__struct_fields__ if record else ():
+        hints |= (before or {}).get(field, {})
+        hints |= {} if field in left_out else {field: fields[field]}
+    keys = key.split()
+    columns, rules = [], []
+    for column, hint in (hints | further).items():
+        kind, states, optional = _kind_of(hint)
+        links = [_reference(references[column])] if references and column in references else []
+        is_counter = key == column and kind is sa.Integer
+        default = (defaults or {}).get(column)
+        columns.append(
+            sa.Column(
+                column, _COUNTER if is_counter else kind, *links, primary_key=column in keys,
+                nullable=optional, server_default=default, autoincrement=is_counter,
+            )
+        )  # fmt: skip
+        rules += [_known(column, states)] if states else []
+    rules += [sa.CheckConstraint(rule, name=named) for named, rule in (checks or {}).items()]
+    uniques = [sa.UniqueConstraint(*unique.split())] if unique else []
+    return sa.Table(name, metadata, *columns, *rules, *uniques, *(sa.Index(None, *one.split()) for one in indexes))
+
+
+def _kind_of(hint: Any) -> tuple[Any, type[StrEnum] | None, bool]:
+    """Return a column's type, its states if they are listed, and whether it may be null."""
+    options = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    kind, optional = next(one for one in options if one is not NoneType), len(options) > 1
+    form = None
+    if get_origin(kind) is Annotated:
+        kind, form = get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return sa.String(form or 16), kind, optional
+    if form is not None:
+        return _FORMS[form] if isinstance(form, str) else sa.String(form), None, optional
+    return _PLAIN.get(kind) or sa.JSON(none_as_null=optional), None, optional
+
+
+def _reference(other: str) -> sa.ForeignKey:
+    return sa.ForeignKey(f"{other.rstrip('!')}.id", ondelete="CASCADE" if other.endswith("!") else None)
+
+
+def _known(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
     listed = ", ".join(f"'{state}'" for state in states)
     return sa.CheckConstraint(f"{column} IN ({listed})", name=f"{column}_known")
 
@@ -70,85 +123,33 @@ def index_where(name: str, where: sa.ColumnElement[bool], *columns: sa.Column[An
 
 
 # Tables of policy versions: base models, prompts, versions and the decisions on them.
-base_models = sa.Table(
-    "base_models",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("file_digests", JSON, nullable=False),
-    sa.Column("server_fingerprint", JSON, nullable=False),
-    sa.Column("registered_at", TIME, nullable=False),
-)
-
-prompts = sa.Table(
-    "prompts",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("mode", sa.String(16), nullable=False),
-    sa.Column("text", sa.Text, nullable=False),
-    sa.Column("families", JSON, nullable=False),
-    sa.Column("origin", sa.Text, nullable=False),
-    sa.Column("created_at", TIME, nullable=False),
-    enum_constraint("mode", PromptMode),
-    sa.Index(None, "created_at", "id"),
-)
-
-policies = sa.Table(
+base_models = table_of("base_models", records.BaseModel)
+prompts = table_of("prompts", records.Prompt, "created_at id")
+policies = table_of(
     "policies",
-    metadata,
-    sa.Column("alias", sa.String(128), primary_key=True),
-    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("served_name", sa.Text, nullable=False),
-    sa.Column("adapter", sa.Text),
-    sa.Column("created_at", TIME, nullable=False),
-    sa.Column("round_id", ID, sa.ForeignKey("rounds.id")),
-    sa.Column("evidence", JSON, nullable=False),
-    sa.Column("share", sa.Double),
-    sa.Column("pruned_at", TIME),
-    sa.Column("pinned_at", TIME),
-    sa.Column("recalled_at", TIME),
-    sa.Column("prompt_id", ID, sa.ForeignKey("prompts.id")),
-    sa.Column("base_model_id", ID, sa.ForeignKey("base_models.id")),
-    sa.Column("replicas", JSON, nullable=False, server_default="[]"),
-    enum_constraint("state", PolicyState),
-    # Only versions beside the live one have a share; the live one has the rest.
-    sa.CheckConstraint("(share IS NOT NULL) = (state IN ('ramp', 'holdback'))", name="share_beside_live"),
-    sa.CheckConstraint("pinned_at IS NULL OR state = 'live'", name="pinned_is_live"),
-    # Version 0 is the base model; every other version has an adapter, a prompt or both.
-    sa.CheckConstraint("(version = 0) = (adapter IS NULL AND prompt_id IS NULL)", name="base_version_has_no_adapter"),
+    records.Policy,
+    key="alias version",
+    references={"round_id": "rounds", "prompt_id": "prompts", "base_model_id": "base_models"},
+    before={"replicas": {"base_model_id": Id | None}},
+    defaults={"replicas": "[]"},
+    checks={
+        # Only versions beside the live one have a share; the live one has the rest.
+        "share_beside_live": "(share IS NOT NULL) = (state IN ('ramp', 'holdback'))",
+        "pinned_is_live": "pinned_at IS NULL OR state = 'live'",
+        # Version 0 is the base model; every other version has an adapter, a prompt or both.
+        "base_version_has_no_adapter": "(version = 0) = (adapter IS NULL AND prompt_id IS NULL)",
+    },
 )
 # At most one version of an alias is live, one is in its ramp and one is held back.
 for _state in SERVING:
     index_where(f"uq_policies_{_state}", policies.c.state == _state.value, policies.c.alias, unique=True)
 
 # What the release controller knows about a version: its evidence, for people and for the controller after a restart.
-releases = sa.Table(
-    "releases",
-    metadata,
-    sa.Column("alias", sa.String(128), primary_key=True),
-    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("evidence", JSON, nullable=False),
-    sa.Column("updated_at", TIME, nullable=False),
-    sa.ForeignKeyConstraint(["alias", "version"], ["policies.alias", "policies.version"]),
-)
-
+releases = table_of("releases", records.ReleaseEvidence, key="alias version")
 # Decisions are only added; the newest one of a version counts.
-decisions = sa.Table(
-    "decisions",
-    metadata,
-    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("action", sa.String(16), nullable=False),
-    sa.Column("decided_by", sa.Text, nullable=False),
-    sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("evidence", JSON, nullable=False),
-    sa.Column("decided_at", TIME, nullable=False),
-    sa.ForeignKeyConstraint(["alias", "version"], ["policies.alias", "policies.version"]),
-    enum_constraint("action", PolicyAction),
-    sa.Index(None, "alias", "version", "id"),
-)
+decisions = table_of("decisions", records.Decision, "alias version id")
+for _table in (releases, decisions):
+    _table.append_constraint(sa.ForeignKeyConstraint(["alias", "version"], ["policies.alias", "policies.version"]))
 
 # Tables of recorded traffic: messages, trajectories, calls, answers, tool calls and feedback.
 # The condition, by dialect, that a message follows nothing or a system prompt, whose hash begins with four zero bytes.
@@ -157,119 +158,63 @@ SHARED_PARENT = {
     "sqlite": sa.text(f"parent < x'{_OTHERS}'"),
     "postgresql": sa.text(f"parent < '\\x{_OTHERS}'::bytea"),
 }
-
 # A message is stored once: its hash covers its parent and its content.
-messages = sa.Table(
-    "messages",
-    metadata,
-    sa.Column("hash", HASH, primary_key=True),
-    sa.Column("parent", HASH, nullable=False),
-    sa.Column("role", sa.String(32), nullable=False),
-    sa.Column("body", Body, nullable=False),
-    # The messages that follow any other one are in a range of the primary key: `conversation_range`.
-    sa.Index(
-        "ix_messages_shared_parent", "parent",
-        sqlite_where=SHARED_PARENT["sqlite"], postgresql_where=SHARED_PARENT["postgresql"],
-    ),
+messages = table_of("messages", records.MessageNode, key="hash")
+# The messages that follow any other one are in a range of the primary key: `conversation_range`.
+sa.Index(
+    "ix_messages_shared_parent", messages.c.parent,
+    sqlite_where=SHARED_PARENT["sqlite"], postgresql_where=SHARED_PARENT["postgresql"],
 )  # fmt: skip
-
 # A tool list is stored once.
-toolsets = sa.Table(
-    "toolsets",
-    metadata,
-    sa.Column("hash", HASH, primary_key=True),
-    sa.Column("body", Body, nullable=False),
-)
+toolsets = table_of("toolsets", None, key="hash", hash=Hash, body=Body)
 
-trajectories = sa.Table(
+trajectories = table_of(
     "trajectories",
-    metadata,
-    sa.Column("id", TRAJECTORY_ID, primary_key=True),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("purpose", sa.String(16), nullable=False),
-    sa.Column("task", sa.Text),
-    sa.Column("root_node", HASH, nullable=False),
-    sa.Column("tools_hash", HASH, nullable=False),
-    sa.Column("key_id", sa.String(64)),
-    sa.Column("opened_at", TIME, nullable=False),
-    sa.Column("last_active_at", TIME, nullable=False),
-    sa.Column("sealed_at", TIME),
-    sa.Column("sealed_by", sa.String(16)),
-    sa.Column("group_id", ID, sa.ForeignKey("groups.id")),
-    sa.Column("round_id", ID, sa.ForeignKey("rounds.id")),
-    sa.Column("drop_reason", sa.Text),
-    sa.Column("successors", sa.Integer, nullable=False, server_default="0"),
-    # How its version was drawn (records/releases.py); null for a version that nothing drew.
-    sa.Column("draw", sa.JSON(none_as_null=True)),
-    # The draw is evidence about its versions.
-    sa.Column("counted", sa.Boolean, nullable=False, server_default=sa.false()),
-    enum_constraint("state", TrajectoryState),
-    # A trained trajectory names the round that trained it; no other trajectory names a round.
-    sa.CheckConstraint("(state = 'trained') = (round_id IS NOT NULL)", name="trained_once"),
-    # A dropped trajectory has a reason.
-    sa.CheckConstraint("(state = 'dropped') = (drop_reason IS NOT NULL)", name="drop_has_reason"),
-    sa.Index(None, "state", "last_active_at"),
-    sa.Index(None, "opened_at", "id"),
+    records.Trajectory,
+    "state last_active_at",
+    "opened_at id",
     # One index per filter of the lists, in the order of the lists.
-    sa.Index(None, "state", "opened_at"),
-    sa.Index(None, "alias", "opened_at"),
-    sa.Index(None, "alias", "state", "opened_at"),
-    sa.Index(None, "alias", "version", "opened_at"),
-    sa.Index(None, "key_id", "opened_at"),
+    "state opened_at",
+    "alias opened_at",
+    "alias state opened_at",
+    "alias version opened_at",
+    "key_id opened_at",
+    references={"group_id": "groups", "round_id": "rounds"},
+    left_out=("calls",),
+    before={"draw": {"successors": int}},
+    counted=bool,  # the draw is evidence about its versions
+    defaults={"successors": "0", "counted": sa.false()},
+    checks={
+        # A trained trajectory names the round that trained it; no other trajectory names a round.
+        "trained_once": "(state = 'trained') = (round_id IS NOT NULL)",
+        "drop_has_reason": "(state = 'dropped') = (drop_reason IS NOT NULL)",
+    },
 )
 # Columns that most trajectories do not have, or not at their start.
 for _columns in (("group_id",), ("round_id",), ("drop_reason",), ("task", "opened_at")):
     index_when_set(trajectories, *_columns)
 
 # The tags of a trajectory's calls, each once; `opened_at` is the trajectory's, for the order of the lists.
-trajectory_tags = sa.Table(
-    "trajectory_tags",
-    metadata,
-    sa.Column("tag", sa.String(128), primary_key=True),
-    sa.Column("opened_at", TIME, primary_key=True),
-    sa.Column("trajectory_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), primary_key=True),
-    sa.Index(None, "trajectory_id"),
-)
+trajectory_tags = table_of(
+    "trajectory_tags", None, "trajectory_id", key="tag opened_at trajectory_id",
+    references={"trajectory_id": "trajectories!"}, tag=Text128, opened_at=float, trajectory_id=TrajectoryId,
+)  # fmt: skip
 
-calls = sa.Table(
+calls = table_of(
     "calls",
-    metadata,
-    sa.Column("id", CALL_ID, primary_key=True),
-    sa.Column("trajectory_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id"), nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("dialect", sa.String(16), nullable=False),
-    sa.Column("streamed", sa.Boolean, nullable=False),
-    sa.Column("linked_by", sa.String(32), nullable=False),
-    sa.Column("parent_call", CALL_ID),
-    sa.Column("parent_choice", sa.Integer, nullable=False),
-    sa.Column("key_id", sa.String(64)),
-    sa.Column("role", sa.String(128)),
-    sa.Column("tags", JSON, nullable=False),
-    sa.Column("sampling", JSON, nullable=False),
-    sa.Column("prompt_node", HASH, nullable=False),
-    sa.Column("tools_hash", HASH, nullable=False),
-    sa.Column("context", sa.String(8), nullable=False),
-    sa.Column("prompt_blocks", Bytes),  # hashes of the blocks before `prompt_ids`; only of forks
-    sa.Column("prompt_ids", Ids, nullable=False),
-    sa.Column("prompt_tokens", sa.Integer, nullable=False),
-    sa.Column("completion_tokens", sa.Integer, nullable=False),
-    sa.Column("started_at", TIME, nullable=False),
-    sa.Column("first_byte_at", TIME),
-    sa.Column("ended_at", TIME),
-    sa.Column("status", sa.Integer),
-    sa.Column("upstream", sa.Text),
-    sa.Column("untrainable", sa.Text),
-    sa.Column("error", sa.Text),
-    sa.Column("response_id", sa.String(128)),
+    records.Call,
+    "trajectory_id started_at",
+    references={"trajectory_id": "trajectories"},
+    left_out=("choices",),
+    before={
+        "role": {"key_id": Text64 | None},
+        "sampling": {"tags": tuple},
+        "prompt_ids": {"prompt_blocks": bytes | None},  # hashes of the blocks before `prompt_ids`; only of forks
+        "untrainable": {"upstream": str | None},
+    },
     # The prompt's last message, unless a stored answer of the call follows and so retains it.
-    sa.Column("retained_node", HASH),
-    enum_constraint("state", CallState),
-    sa.CheckConstraint("context IN ('root', 'exact', 'fork')", name="context_known"),
-    sa.Index(None, "trajectory_id", "started_at"),
+    retained_node=Hash | None,
+    checks={"context_known": "context IN ('root', 'exact', 'fork')"},
 )
 # Calls that retain a message themselves: a message that nothing retains may be deleted.
 index_when_set(calls, "retained_node")
@@ -278,421 +223,156 @@ index_where("ix_calls_unanswered", calls.c.state != "answered", calls.c.state, c
 index_when_set(calls, "response_id")
 
 # Blocks of 256 tokens of a trajectory's forked prompts, each stored once.
-prompt_blocks = sa.Table(
-    "prompt_blocks",
-    metadata,
-    sa.Column("trajectory_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), primary_key=True),
-    sa.Column("digest", Bytes, primary_key=True),
-    sa.Column("token_ids", Ids, nullable=False),
-)
-
-# One row per sampled answer of a call; most calls have one.
-choices = sa.Table(
-    "choices",
-    metadata,
-    sa.Column("call_id", CALL_ID, sa.ForeignKey("calls.id", ondelete="CASCADE"), primary_key=True),
-    sa.Column("choice", sa.Integer, primary_key=True),
-    sa.Column("finish_reason", sa.String(32)),
-    sa.Column("reply_node", HASH, nullable=False),
-    sa.Column("link_key", HASH, nullable=False),
-    sa.Column("skip_last_key", HASH),
-    sa.Column("tool_call_ids", JSON, nullable=False),
-    sa.Column("token_ids", Ids, nullable=False),
-    sa.Column("logprobs", Bytes, nullable=False),
-    # Answers that retain a message, as above.
-    sa.Index(None, "reply_node"),
-)
-
+prompt_blocks = table_of(
+    "prompt_blocks", None, key="trajectory_id digest", references={"trajectory_id": "trajectories!"},
+    trajectory_id=TrajectoryId, digest=bytes, token_ids=Ids,
+)  # fmt: skip
+# One row per sampled answer of a call; most calls have one. `reply_node`: the message that it retains, as above.
+choices = table_of(
+    "choices", records.Choice, "reply_node", key="call_id choice", references={"call_id": "calls!"},
+    left_out=("index",), before={"index": {"call_id": CallId, "choice": int}},
+)  # fmt: skip
 # One row per sampled tool call, checked against the tools of its request.
-tool_calls = sa.Table(
-    "tool_calls",
-    metadata,
-    sa.Column("call_id", CALL_ID, sa.ForeignKey("calls.id", ondelete="CASCADE"), primary_key=True),
-    sa.Column("choice", sa.Integer, primary_key=True),
-    sa.Column("place", sa.Integer, primary_key=True),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("tool", sa.Text, nullable=False),
-    sa.Column("tool_call_id", sa.Text, nullable=False),
-    sa.Column("outcome", sa.String(24), nullable=False),
-    sa.Column("result", sa.String(16)),
-    sa.Column("detail", sa.Text),
-    enum_constraint("outcome", ToolOutcome),
-    enum_constraint("result", ToolResult),
-    sa.Index(None, "alias", "version", "tool"),
+tool_calls = table_of(
+    "tool_calls", records.ToolCall, "alias version tool", key="call_id choice place", references={"call_id": "calls!"}
 )
 
 # Feedback is only added. Its trajectory, its call and `applied_at` are set once.
-feedback = sa.Table(
-    "feedback",
-    metadata,
-    sa.Column("id", CALL_ID, primary_key=True),
-    sa.Column("kind", sa.String(16), nullable=False),
-    sa.Column("target", sa.String(256), nullable=False),
-    sa.Column("source", sa.String(256), nullable=False),
-    sa.Column("given_at", TIME, nullable=False),
-    sa.Column("key_id", sa.String(64)),
-    sa.Column("trusted", sa.Boolean, nullable=False),
-    sa.Column("value", sa.Double),
-    sa.Column("comment", sa.Text, nullable=False),
-    sa.Column("demonstration", sa.Text),
-    sa.Column("trajectory_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE")),
-    sa.Column("call_id", CALL_ID),
-    sa.Column("applied_at", TIME),
-    sa.Index(None, "trajectory_id", "given_at"),
-    sa.Index(None, "given_at", "id"),
-)
+feedback = table_of(
+    "feedback", records.Feedback, "trajectory_id given_at", "given_at id",
+    references={"trajectory_id": "trajectories!"},
+)  # fmt: skip
 # Feedback that waits for its call, or for a judge, is rare and often queried.
 index_where("ix_feedback_unmatched", feedback.c.trajectory_id.is_(None), feedback.c.target)
 _unapplied = sa.and_(feedback.c.applied_at.is_(None), feedback.c.value.is_not(None))
 index_where("ix_feedback_unapplied", _unapplied, feedback.c.trajectory_id)
 
-resamples = sa.Table(
+resamples = table_of(
     "resamples",
-    metadata,
-    sa.Column("id", TRAJECTORY_ID, primary_key=True),
-    sa.Column("original_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), nullable=False),
-    sa.Column("number", sa.Integer, nullable=False),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("tokens", sa.Integer, nullable=False),
-    sa.Column("planned_at", TIME, nullable=False),
-    sa.Column("requested_at", TIME),
-    sa.Column("ended_at", TIME),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("failure", sa.Text),
-    enum_constraint("state", ResampleState),
+    records.Resample,
+    "alias requested_at",
+    references={"original_id": "trajectories!"},
+    before={"alias": {"number": int}},
     # An original has one set of resamples: planning twice does not add a second set.
-    sa.UniqueConstraint("original_id", "number"),
-    # An ended resample has an end time; only a failed one has a reason.
-    sa.CheckConstraint("(state IN ('answered', 'failed')) = (ended_at IS NOT NULL)", name="end_is_known"),
-    sa.CheckConstraint("(state = 'failed') = (failure IS NOT NULL)", name="failure_has_reason"),
-    sa.Index(None, "alias", "requested_at"),
+    unique="original_id number",
+    checks={
+        "end_is_known": "(state IN ('answered', 'failed')) = (ended_at IS NOT NULL)",
+        "failure_has_reason": "(state = 'failed') = (failure IS NOT NULL)",
+    },
 )
 
 # Tables of training: groups, verdicts, judge requests, rounds and what they trained on.
-groups = sa.Table(
+groups = table_of(
     "groups",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("key", sa.Text, nullable=False),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("formed_at", TIME, nullable=False),
-    sa.Column("failures", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("retry_at", TIME),
-    sa.Column("drop_reason", sa.Text),
-    enum_constraint("state", GroupState),
-    sa.CheckConstraint("(state = 'dropped') = (drop_reason IS NOT NULL)", name="drop_has_reason"),
-    sa.Index(None, "state", "formed_at"),
+    records.Group,
+    "state formed_at",
+    left_out=("members", "initial_size"),
+    before={"drop_reason": {"retry_at": float | None}},
+    defaults={"failures": "0"},
+    checks={"drop_has_reason": "(state = 'dropped') = (drop_reason IS NOT NULL)"},
 )
-
 # Verdicts are only added; the latest one of a trajectory counts.
-verdicts = sa.Table(
+verdicts = table_of(
     "verdicts",
-    metadata,
-    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
-    sa.Column("trajectory_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id"), nullable=False),
-    sa.Column("group_id", ID, sa.ForeignKey("groups.id")),
-    sa.Column("judge", sa.Text, nullable=False),
-    sa.Column("judge_version", sa.String(64), nullable=False),
-    sa.Column("score", sa.Double),
-    sa.Column("failure", sa.Text),
-    sa.Column("explanation", sa.Text, nullable=False),
-    sa.Column("components", JSON, nullable=False),
-    sa.Column("cost", sa.Double),
-    sa.Column("latency", sa.Double, nullable=False),
-    sa.Column("judged_at", TIME, nullable=False),
-    sa.Column("judge_request_id", ID),
-    sa.Column("baseline_mean", sa.Double),
-    sa.Column("baseline_std", sa.Double),
+    records.Verdict,
+    "trajectory_id id",
+    "group_id",
+    before={"trajectory_id": {"id": int}},
+    references={"trajectory_id": "trajectories", "group_id": "groups"},
     # A judge failure is never a number: a verdict has either a score or a failure.
-    sa.CheckConstraint("(score IS NULL) <> (failure IS NULL)", name="score_or_failure"),
-    sa.Index(None, "trajectory_id", "id"),
-    sa.Index(None, "group_id"),
+    checks={"score_or_failure": "(score IS NULL) <> (failure IS NULL)"},
 )
-
 # The newest score of a teacher, by trajectory: the logprobs of its sampled tokens, compressed.
-teacher_scores = sa.Table(
-    "teacher_scores",
-    metadata,
-    sa.Column("trajectory_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), primary_key=True),
-    sa.Column("teacher", sa.Text, nullable=False),
-    sa.Column("answers", Bytes, nullable=False),
-)
-
-judge_requests = sa.Table(
-    "judge_requests",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("group_id", ID, sa.ForeignKey("groups.id")),
-    sa.Column("judge", sa.Text, nullable=False),
-    sa.Column("url", sa.Text, nullable=False),
-    sa.Column("request", Bytes, nullable=False),
-    sa.Column("response", Bytes, nullable=False),
-    sa.Column("status", sa.Integer, nullable=False),
-    sa.Column("error", sa.Text),
-    sa.Column("prompt_tokens", sa.Integer, nullable=False),
-    sa.Column("completion_tokens", sa.Integer, nullable=False),
-    sa.Column("cost", sa.Double),
-    sa.Column("latency", sa.Double, nullable=False),
-    sa.Column("requested_at", TIME, nullable=False),
-    sa.Index(None, "group_id", "id"),
-)
-
-rounds = sa.Table(
+teacher_scores = table_of(
+    "teacher_scores", records.TeacherScore, key="trajectory_id", references={"trajectory_id": "trajectories!"},
+    left_out=("answers",), answers=bytes,
+)  # fmt: skip
+judge_requests = table_of("judge_requests", records.JudgeRequest, "group_id id", references={"group_id": "groups"})
+rounds = table_of(
     "rounds",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("from_version", sa.Integer, nullable=False),
-    sa.Column("to_version", sa.Integer),
-    sa.Column("started_at", TIME, nullable=False),
-    sa.Column("ended_at", TIME),
-    sa.Column("checkpoint", sa.Text),
-    sa.Column("metrics", JSON, nullable=False),
-    sa.Column("reason", sa.Text),
-    enum_constraint("state", RoundState),
-    # A committed round has a checkpoint and a version.
-    sa.CheckConstraint(
-        "state <> 'committed' OR (checkpoint IS NOT NULL AND to_version IS NOT NULL)", name="commit_is_complete"
-    ),
-    sa.Index(None, "alias", "started_at"),
+    records.Round,
+    "alias started_at",
+    checks={
+        "commit_is_complete": "state <> 'committed' OR (checkpoint IS NOT NULL AND to_version IS NOT NULL)",
+    },
 )
 # At most one round of an alias is in progress.
 index_where("uq_rounds_started", rounds.c.state == "started", rounds.c.alias, unique=True)
-
 # What a round did with each sampled answer of its trajectories; for display.
-answer_training = sa.Table(
+answer_training = table_of(
     "answer_training",
-    metadata,
-    sa.Column("call_id", CALL_ID, sa.ForeignKey("calls.id", ondelete="CASCADE"), primary_key=True),
-    sa.Column("choice", sa.Integer, primary_key=True),
-    sa.Column("round_id", ID, sa.ForeignKey("rounds.id"), nullable=False),
-    sa.Column("advantage", sa.Double),
-    sa.Column("untrained", sa.Text),
-    sa.Column("mismatch", Bytes, nullable=False),
-    sa.Column("advantages", Bytes, nullable=False),
+    records.AnswerTraining,
+    key="call_id choice",
+    references={"call_id": "calls!", "round_id": "rounds"},
     # An answer carries loss with an advantage, or has a reason why not.
-    sa.CheckConstraint("(advantage IS NULL) <> (untrained IS NULL)", name="advantage_or_reason"),
+    checks={"advantage_or_reason": "(advantage IS NULL) <> (untrained IS NULL)"},
 )
-
 # Trajectories that a round used for SFT without consuming them: other rounds may still train them.
-sft_trajectories = sa.Table(
-    "sft_trajectories",
-    metadata,
-    sa.Column("round_id", ID, sa.ForeignKey("rounds.id"), primary_key=True),
-    sa.Column("trajectory_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), primary_key=True),
-    sa.Index(None, "trajectory_id"),
-)
-
+sft_trajectories = table_of(
+    "sft_trajectories", None, "trajectory_id", key="round_id trajectory_id",
+    references={"round_id": "rounds", "trajectory_id": "trajectories!"}, round_id=Id, trajectory_id=TrajectoryId,
+)  # fmt: skip
 # Observations are only added; the newest one of a kind and a subject counts.
-observations = sa.Table(
-    "observations",
-    metadata,
-    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("kind", sa.String(32), nullable=False),
-    sa.Column("subject", sa.Text, nullable=False),
-    sa.Column("content", JSON, nullable=False),
-    sa.Column("recorded_at", TIME, nullable=False),
-    sa.Index(None, "alias", "kind", "id"),
-)
-
+observations = table_of("observations", operation.Observation, "alias kind id")
 # The latest progress of each phase of an alias.
-job_progress = sa.Table(
-    "job_progress",
-    metadata,
-    sa.Column("alias", sa.String(128), primary_key=True),
-    sa.Column("phase", sa.String(32), primary_key=True),
-    sa.Column("done", sa.Double, nullable=False),
-    sa.Column("total", sa.Double, nullable=False),
-    sa.Column("seconds", sa.Double, nullable=False),
-    sa.Column("means", JSON, nullable=False),
-    sa.Column("ended", sa.Boolean, nullable=False),
-    sa.Column("updated_at", TIME, nullable=False),
-)
+job_progress = table_of("job_progress", operation.JobProgress, key="alias phase")
 
 # Tables of the tuner: tasks, runs and their rollouts.
-tasks = sa.Table(
-    "tasks",
-    metadata,
-    sa.Column("id", TASK_ID, primary_key=True),
-    sa.Column("task_set", sa.Text, nullable=False),
-    sa.Column("split", sa.Text, nullable=False),
-    sa.Column("content", JSON, nullable=False),
-)
-
-tunings = sa.Table(
+tasks = table_of("tasks", operation.TaskRow)
+tunings = table_of(
     "tunings",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("kind", sa.String(16), nullable=False),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("config", JSON, nullable=False),
-    sa.Column("result", sa.JSON(none_as_null=True)),
-    sa.Column("error", sa.Text),
-    sa.Column("started_at", TIME, nullable=False),
-    sa.Column("ended_at", TIME),
-    enum_constraint("kind", TuningKind),
-    enum_constraint("state", TuningState),
-    # Only a running tuning has no end.
-    sa.CheckConstraint("(state = 'running') = (ended_at IS NULL)", name="end_is_known"),
-    # A failed run has a reason.
-    sa.CheckConstraint("state <> 'failed' OR error IS NOT NULL", name="failure_has_reason"),
-    sa.Index(None, "kind", "started_at"),
+    operation.Tuning,
+    "kind started_at",
+    checks={
+        # Only a running tuning has no end.
+        "end_is_known": "(state = 'running') = (ended_at IS NULL)",
+        "failure_has_reason": "state <> 'failed' OR error IS NOT NULL",
+    },
 )
-
-rollouts = sa.Table(
+rollouts = table_of(
     "rollouts",
-    metadata,
-    sa.Column("id", TRAJECTORY_ID, primary_key=True),
-    sa.Column("tuning_id", ID, sa.ForeignKey("tunings.id"), nullable=False),
-    sa.Column("task_id", TASK_ID, nullable=False),
-    sa.Column("split", sa.Text, nullable=False),
-    sa.Column("attempt", sa.Integer, nullable=False),
-    sa.Column("candidate", sa.String(256), nullable=False),
-    sa.Column("model", sa.String(128)),
-    sa.Column("purpose", sa.String(16), nullable=False),
-    sa.Column("prompt_id", ID, sa.ForeignKey("prompts.id")),
-    sa.Column("key_id", sa.String(64)),
-    sa.Column("scenario", JSON, nullable=False),
-    sa.Column("step", sa.Integer, nullable=False),
-    sa.Column("planned_at", TIME, nullable=False),
-    sa.Column("started_at", TIME),
-    sa.Column("ended_at", TIME),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("failure", sa.Text),
-    sa.Column("response", sa.Text),
-    sa.Column("reward", sa.Double),
-    sa.Column("metrics", JSON, nullable=False),
-    sa.Column("prompt_tokens", sa.Integer, nullable=False),
-    sa.Column("completion_tokens", sa.Integer, nullable=False),
-    sa.Column("score", sa.Double),
-    sa.Column("judge", sa.Text),
-    sa.Column("judge_failure", sa.Text),
-    enum_constraint("state", RolloutState),
-    # Live trajectories may be trained, gathered ones on request; those of an evaluation never.
-    sa.CheckConstraint("purpose IN ('live', 'eval', 'gathered')", name="purpose_known"),
-    # Only a planned rollout has no end.
-    sa.CheckConstraint("(state = 'planned') = (ended_at IS NULL)", name="end_is_known"),
-    # Only a failed rollout has a reason.
-    sa.CheckConstraint("(state = 'failed') = (failure IS NOT NULL)", name="failure_has_reason"),
-    # A judge failure is never a number; scores and failures have a judge.
-    sa.CheckConstraint("score IS NULL OR judge_failure IS NULL", name="score_or_failure"),
-    sa.CheckConstraint("(judge IS NULL) = (score IS NULL AND judge_failure IS NULL)", name="score_has_judge"),
-    sa.Index(None, "tuning_id", "candidate"),
-    sa.Index(None, "prompt_id"),
+    operation.Rollout,
+    "tuning_id candidate",
+    "prompt_id",
+    references={"tuning_id": "tunings", "prompt_id": "prompts"},
+    checks={
+        # Live trajectories may be trained, gathered ones on request; those of an evaluation never.
+        "purpose_known": "purpose IN ('live', 'eval', 'gathered')",
+        # Only a planned rollout has no end, and only a failed one a reason.
+        "end_is_known": "(state = 'planned') = (ended_at IS NULL)",
+        "failure_has_reason": "(state = 'failed') = (failure IS NOT NULL)",
+        # A judge failure is never a number; scores and failures have a judge.
+        "score_or_failure": "score IS NULL OR judge_failure IS NULL",
+        "score_has_judge": "(judge IS NULL) = (score IS NULL AND judge_failure IS NULL)",
+    },
 )
 
 # Tables of operation: proxies, leases, alarms, API keys, audit log and deletions.
-proxy_instances = sa.Table(
-    "proxy_instances",
-    metadata,
-    sa.Column("id", sa.String(64), primary_key=True),
-    sa.Column("url", sa.Text, nullable=False),
-    sa.Column("live_versions", JSON, nullable=False),
-    sa.Column("pinned_trajectories", JSON, nullable=False),
-    sa.Column("shipped_until", TIME, nullable=False),
-    sa.Column("heartbeat_at", TIME, nullable=False),
-)
-
+proxy_instances = table_of("proxy_instances", operation.ProxyInstance)
 # A lease has one owner until it expires; the owner renews it.
-leases = sa.Table(
-    "leases",
-    metadata,
-    sa.Column("name", sa.String(128), primary_key=True),
-    sa.Column("owner", sa.String(128), nullable=False),
-    sa.Column("expires_at", TIME, nullable=False),
-)
-
-alarms = sa.Table(
-    "alarms",
-    metadata,
-    sa.Column("name", sa.String(128), primary_key=True),
-    sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("raised_at", TIME, nullable=False),
-    sa.Column("last_raised_at", TIME, nullable=False),
-    sa.Column("count", sa.Integer, nullable=False),
-    sa.Column("cleared_at", TIME),
-    sa.Column("sent_at", TIME),
-)
-
+leases = table_of("leases", operation.LeaseHolder, key="name")
+alarms = table_of("alarms", operation.Alarm, key="name")
 # A key is stored by its SHA-256; two rows with one hash would be two limits for one key.
-keys = sa.Table(
+keys = table_of(
     "keys",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("hash", sa.String(64), nullable=False, unique=True),
-    sa.Column("scope", sa.String(16), nullable=False),
-    sa.Column("created_at", TIME, nullable=False),
-    sa.Column("revoked_at", TIME),
-    sa.Column("last_used_at", TIME),
-    sa.Column("requests_per_minute", sa.Integer),
-    sa.Column("tokens_per_minute", sa.Integer),
-    sa.Column("agents", JSON),  # names of the agents that it may call; NULL: all
-    sa.Column("max_parallel_requests", sa.Integer),
-    sa.Column("expires_at", TIME),
-    sa.Column("models", JSON),  # names in model_list that it may call; NULL: all
-    sa.Column("max_tokens", sa.Integer),
-    sa.Column("tokens_per_day", sa.BigInteger),
-    sa.Column("tokens_per_month", sa.BigInteger),
-    enum_constraint("scope", KeyScope),
-    # A limit of 0 would be a revoked key.
-    sa.CheckConstraint(
-        "requests_per_minute > 0 AND tokens_per_minute > 0 AND max_parallel_requests > 0 "
+    operation.Key,
+    unique="hash",
+    checks={
+        # A limit of 0 would be a revoked key.
+        "positive_limits": "requests_per_minute > 0 AND tokens_per_minute > 0 AND max_parallel_requests > 0 "
         "AND max_tokens > 0 AND tokens_per_day > 0 AND tokens_per_month > 0",
-        name="positive_limits",
-    ),
+    },
 )
-
 # What keys used, by UTC day (2026-11-23), key ("": none), agent or model, and purpose; without content.
-usage = sa.Table(
-    "usage",
-    metadata,
-    sa.Column("day", sa.String(10), primary_key=True),
-    sa.Column("key_id", sa.String(64), primary_key=True),
-    sa.Column("alias", sa.String(128), primary_key=True),
-    sa.Column("purpose", sa.String(16), primary_key=True),
-    sa.Column("calls", sa.BigInteger, nullable=False),
-    sa.Column("failed", sa.BigInteger, nullable=False),
-    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
-    sa.Column("completion_tokens", sa.BigInteger, nullable=False),
-    sa.Index(None, "key_id", "day"),
-)
-
+usage = table_of(
+    "usage", None, "key_id day", key="day key_id alias purpose", day=Annotated[str, 10], key_id=Text64, alias=Text128,
+    purpose=Text16, calls=BigInt, failed=BigInt, prompt_tokens=BigInt, completion_tokens=BigInt,
+)  # fmt: skip
 # What operators read and changed. A change has its row before it happens; status is NULL until the outcome is known.
-audit_entries = sa.Table(
-    "audit_entries",
-    metadata,
-    sa.Column("id", CALL_ID, primary_key=True),
-    sa.Column("at", TIME, nullable=False),
-    sa.Column("last_at", TIME, nullable=False, index=True),
-    sa.Column("count", sa.Integer, nullable=False),
-    sa.Column("actor", sa.Text, nullable=False),
-    sa.Column("method", sa.String(8), nullable=False),
-    sa.Column("route", sa.Text, nullable=False),
-    sa.Column("target", JSON, nullable=False),
-    sa.Column("key_id", ID),
-    sa.Column("client", sa.String(64)),
-    sa.Column("status", sa.Integer),
-)
-
+audit_entries = table_of("audit_entries", operation.AuditEntry, "last_at")
 # Deletions, without the deleted content; proxies learn from them that messages may be gone.
-deletions = sa.Table(
-    "deletions",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("started_at", TIME, nullable=False),
-    sa.Column("updated_at", TIME, nullable=False),
-    sa.Column("trajectory_count", sa.Integer, nullable=False),
-    sa.Column("call_count", sa.Integer, nullable=False),
-    sa.Column("policies", JSON, nullable=False),
+deletions = table_of(
+    "deletions", operation.Deletion, left_out=("messages", "groups_dropped", "unswept_messages", "feedback")
 )
-
 # Messages and tool lists that a deleted call named; the sweep deletes those that no other call names.
-orphan_candidates = sa.Table("orphan_candidates", metadata, sa.Column("hash", HASH, primary_key=True))
+orphan_candidates = table_of("orphan_candidates", None, key="hash", hash=Hash)

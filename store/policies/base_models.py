@@ -18,27 +18,7 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
 from ratchet.store.ids import new_id
-from ratchet.store.records import BASE_VERSION, Record, row_to
-
-_PARTS = ("config", "weights", "tokenizer", "chat_template")
-
-
-class BaseModel(Record, frozen=True):
-    """A base model; `name`: the folder or hub name at its registration."""
-
-    id: str
-    name: str
-    file_digests: Mapping[str, str]
-    server_fingerprint: Mapping[str, Any]
-    registered_at: float
-
-    def differing_parts(self, files: Mapping[str, str]) -> list[str]:
-        """Return the parts whose digests are known for both and differ."""
-        return [
-            part
-            for part in _PARTS
-            if part in self.file_digests and part in files and self.file_digests[part] != files[part]
-        ]
+from ratchet.store.records import BASE_VERSION, BaseModel, row_to
 
 
 class BaseModels:

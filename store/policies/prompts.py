@@ -16,9 +16,8 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidRecord, RecordNotFound
-from ratchet.store.records import row_to
+from ratchet.store.records import Prompt, row_to
 from ratchet.store.states import PromptMode
-from ratchet.store.tuning_records import Prompt
 
 MAX_CHARS = 200_000  # of all texts of a prompt
 

@@ -15,7 +15,7 @@ from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
 from ratchet.store.policies.base_models import base_model_id_of
-from ratchet.store.records import BASE_VERSION, Policy, Record, row_to
+from ratchet.store.records import BASE_VERSION, Decision, Policy, row_to
 from ratchet.store.states import POLICY_TRANSITIONS, SERVING, PolicyAction, PolicyState, check_transition
 
 # The versions of an alias that serve new trajectories, and their shares.
@@ -67,19 +67,6 @@ def locked(connection: sa.Connection, alias: str) -> ServingVersions:
 # Decisions about policy versions, with their author and evidence. Only added.
 #
 # The transaction that carries out a decision also records it (policies.py), so that every change of a version has one.
-
-
-class Decision(Record, frozen=True):
-    """A decision about a version: its author, reason and evidence."""
-
-    id: int
-    alias: str
-    version: int
-    action: PolicyAction
-    decided_by: str  # proof, release, tuner, or a person
-    reason: str
-    evidence: Mapping[str, Any]
-    decided_at: float
 
 
 class Decisions:

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
+from ratchet.store.operation_records import Observation
 from ratchet.store.records import Record, row_to
 from ratchet.store.states import CallState, PolicyAction, RoundState, ToolOutcome, ToolResult, TrajectoryState
 from ratchet.store.statistics import nearest_rank
@@ -21,17 +22,6 @@ from ratchet.store.statistics import nearest_rank
 # Observations: figures that the trainer needs after a restart, such as those of a second judge. Only added.
 #
 # Guarantee: they contain no content of trajectories, so a deletion keeps them.
-
-
-class Observation(Record, frozen=True):
-    """An observation of a kind about a subject."""
-
-    id: int
-    alias: str
-    kind: str
-    subject: str
-    content: Mapping[str, Any]
-    recorded_at: float
 
 
 class Observations:

@@ -13,7 +13,7 @@ import pytest
 
 from examples.production.harmful import altered_copy
 from ratchet.demo.traffic import TaskRollout
-from ratchet.store.policies.serving import Decision
+from ratchet.store.records import Decision
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import open_store
 from tests.e2e.test_mixed_batches import POLICY

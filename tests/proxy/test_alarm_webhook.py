@@ -16,7 +16,7 @@ from pydantic import SecretStr, ValidationError
 from ratchet.proxy.coordinator.alarms.alarm_webhook import AlarmWebhook, message_of
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.store.records import Alarm
+from ratchet.store.operation_records import Alarm
 from ratchet.store.store import Store
 from tests.harness.json_server import IncomingRequest, JsonServer
 from tests.harness.proxy.running_proxy import running

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.api_keys import hash_key, new_key
-from ratchet.store.records import AuditEntry
+from ratchet.store.operation_records import AuditEntry
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy, Start

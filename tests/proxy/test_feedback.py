@@ -12,7 +12,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from ratchet.store.records import ProxyInstance
+from ratchet.store.operation_records import ProxyInstance
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store, open_store
 from tests.harness.proxy.running_proxy import Proxy, Start

@@ -16,7 +16,7 @@ from ratchet.proxy.errors import StartError
 from ratchet.proxy.server import serve
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.db.engine import connect
-from ratchet.store.records import Key
+from ratchet.store.operation_records import Key
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy, Start, running

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ratchet.store.content.messages import with_prompt
+from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Policy, unpack_ids
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_scale_out import ScriptedScaleOut
 from tests.harness.proxy.scripted_vllm import ScriptedVllm, render

@@ -13,8 +13,8 @@ from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
 from ratchet.store.db.engine import connect
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.ids import new_id
+from ratchet.store.operation_records import Rollout
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served

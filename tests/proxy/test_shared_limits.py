@@ -18,7 +18,7 @@ from ratchet.proxy.errors import RateLimited
 from ratchet.proxy.messages.coordinator_messages import Amounts, Answer, Levels
 from ratchet.proxy.worker.coordination.limit_reports import LimitReports
 from ratchet.proxy.worker.http.parallel_requests import ParallelRequests, QueueLimits
-from ratchet.store.records import KeyTokens
+from ratchet.store.operation_records import KeyTokens
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ProxyProcess, eventually, served
 from tests.proxy.test_parallel_requests import Held, ask, in_loop, turn

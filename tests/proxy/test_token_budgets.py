@@ -12,7 +12,7 @@ import pytest
 
 from ratchet.proxy.coordinator.limits.token_budgets import Budgets, TokenBudget
 from ratchet.proxy.errors import RateLimited
-from ratchet.store.records import KeyTokens
+from ratchet.store.operation_records import KeyTokens
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy, Start

@@ -27,7 +27,7 @@ from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.ids import new_id
-from ratchet.store.records import ProxyInstance
+from ratchet.store.operation_records import ProxyInstance
 from ratchet.store.store import Store
 from tests.harness import records
 from tests.harness.proxy.running_proxy import Proxy

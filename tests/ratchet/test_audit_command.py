@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.cli import run
 from ratchet.options import current_user
-from ratchet.store.records import AuditEntry
+from ratchet.store.operation_records import AuditEntry
 from ratchet.store.store import open_store
 from tests.harness.records import answered_trajectory
 

@@ -20,7 +20,7 @@ from ratchet.checks.doctor import missing_key_kinds
 from ratchet.cli import cli, run
 from ratchet.store.db.column_types import pack_hash
 from ratchet.store.db.engine import HEAD
-from ratchet.store.records import ProxyInstance
+from ratchet.store.operation_records import ProxyInstance
 from ratchet.store.states import KeyScope
 from ratchet.store.store import open_store
 from ratchet.supervisor import pidfile

@@ -15,9 +15,9 @@ import click
 import pytest
 
 from ratchet.cli import cli, run
+from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Feedback
 from ratchet.store.store import open_store
-from ratchet.store.tuning_records import Rollout
 from tests import house
 from tests.harness.records import judged_group
 from tests.ratchet.test_prompt_promotion import ended

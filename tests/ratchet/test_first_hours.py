@@ -11,7 +11,7 @@ import pytest
 
 from ratchet.settings.load_settings import load
 from ratchet.status import project_status
-from ratchet.store.records import ProxyInstance
+from ratchet.store.operation_records import ProxyInstance
 from ratchet.store.store import open_store
 from ratchet.supervisor import pidfile
 from tests.harness.cli.project import Project

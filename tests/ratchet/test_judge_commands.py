@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Group, Verdict
 from ratchet.store.store import Store, open_store
-from ratchet.store.tuning_records import Rollout
 from tests.harness.cli.project import Project
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ratchet.store.errors import InvalidTransition, StoreUnavailable
+from ratchet.store.operation_records import Tuning
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store, open_store
 from ratchet.store.tuning import Tunings
-from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.errors import LeaseLost
 from ratchet.tuning.run_lease import RunLease
 from tests.harness.cli.project import ROOT, Project

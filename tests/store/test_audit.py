@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ratchet.store.ids import new_id
-from ratchet.store.records import AuditEntry
+from ratchet.store.operation_records import AuditEntry
 from ratchet.store.store import Store
 
 

@@ -10,7 +10,8 @@ from ratchet.store.db import schema
 from ratchet.store.db.engine import connect
 from ratchet.store.deletion import reject_affected
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.records import Feedback, JudgeRequest, ProxyInstance, Verdict
+from ratchet.store.operation_records import ProxyInstance
+from ratchet.store.records import Feedback, JudgeRequest, Verdict
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.verify import verify

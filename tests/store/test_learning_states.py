@@ -8,7 +8,8 @@ import pytest
 import sqlalchemy as sa
 
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.records import ProxyInstance, Verdict
+from ratchet.store.operation_records import ProxyInstance
+from ratchet.store.records import Verdict
 from ratchet.store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory, call_start, ended, judged_group, tool_call

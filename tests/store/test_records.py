@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratchet.store.records import Round, row_to
+from ratchet.store.records import Prompt, Round, row_to
 from ratchet.store.states import PromptMode, RoundState
-from ratchet.store.tuning_records import Prompt
 
 
-@pytest.mark.parametrize("module", ["records", "tuning_records", "states", "content.messages", "ids"])
+@pytest.mark.parametrize("module", ["records", "operation_records", "states", "content.messages", "ids"])
 def test_records_and_states_load_no_sqlalchemy(module: str) -> None:
     program = f"import sys, ratchet.store.{module}; sys.exit('sqlalchemy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

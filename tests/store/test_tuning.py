@@ -13,10 +13,10 @@ from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect, write
 from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
+from ratchet.store.operation_records import Rollout, TaskRow
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState, PromptMode, RolloutState, TuningState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout, TaskRow
 from ratchet.store.verify import verify
 from tests.harness.records import answered_trajectory, call_start, judged_group
 

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from ratchet.store.errors import StoreUnavailable
+from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Policy
 from ratchet.store.states import GroupState, PolicyState, RoundState, ToolResult, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.training.rounds import Rounds
-from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.adapters.checkpoint import newest_complete
 from ratchet.trainer.controller.advantages import MemberAdvantages
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner

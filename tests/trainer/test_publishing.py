@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from ratchet.store.records import Policy, ProxyInstance
+from ratchet.store.operation_records import ProxyInstance
+from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmLoad, VllmServer, load_of

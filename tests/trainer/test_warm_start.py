@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.records import OTHER, Feedback
 from ratchet.store.states import PolicyState, RoundState, TrajectoryState, TuningState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.warm_start import COLLECTED, SFTDataCollector, SFTRows, mix_rows, warm_start_metrics
 from ratchet.trainer.errors import SettingError

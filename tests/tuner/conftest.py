@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ratchet.store.operation_records import Tuning
 from ratchet.store.store import Store, open_store
-from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ratchet.store.operation_records import Tuning
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState, TuningKind, TuningState
-from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.statistics import Compared, ComparisonVerdict, Missing, compare
 from ratchet.tuner.reports.report import TuningReport, report
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set

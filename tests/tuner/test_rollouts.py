@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.errors import TooManyFailures
 from ratchet.trainer.observability.progress import PhaseProgress, Progress
 from ratchet.trainer.tasks import Task

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ratchet.store.records import ProxyInstance, Transcript
+from ratchet.store.operation_records import ProxyInstance, Rollout, Tuning
+from ratchet.store.records import Transcript
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judges.opinion import DraftVerdict

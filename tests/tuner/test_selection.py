@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ratchet.store.operation_records import Rollout
 from ratchet.store.states import RolloutState
-from ratchet.store.tuning_records import Rollout
 from ratchet.tuner.rollouts.prices import Money, Price, Prices
 from ratchet.tuner.selection.choice import Selection, select
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ratchet.store.operation_records import Tuning
 from ratchet.store.reasons import DropReason
 from ratchet.store.states import PolicyState, RolloutState, TuningState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.settings.judge_specs import FunctionSpec

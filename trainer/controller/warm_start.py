@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import RecordDamaged, RecordNotFound
+from ratchet.store.operation_records import Tuning
 from ratchet.store.records import OTHER, Policy, Transcript, cohort_of
 from ratchet.store.states import CallState, RolloutState, TuningState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.controller.collect.collector import RoleResolver
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ratchet.store.errors import InvalidTransition
+from ratchet.store.operation_records import Tuning
 from ratchet.store.records import Group, Policy
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.adapters.base_model_files import ServedBaseModel
 from ratchet.trainer.controller.rounds.round_runner import MemoryLimit, RoundRunner

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ratchet.store.errors import StoreError
-from ratchet.store.policies.serving import Decision
-from ratchet.store.records import Round
+from ratchet.store.records import Decision, Round
 from ratchet.store.states import RoundState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import PluginError, SettingError

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from ratchet.store.coordination import JobProgress, ProgressRate
 from ratchet.store.errors import StoreError
+from ratchet.store.operation_records import JobProgress, ProgressRate
 from ratchet.store.store import Store
 
 log = logging.getLogger(__name__)

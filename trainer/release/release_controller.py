@@ -9,9 +9,9 @@ from statistics import fmean
 
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import InvalidTransition
-from ratchet.store.policies.serving import Decision, ServingVersions, shares_in_force
+from ratchet.store.policies.serving import ServingVersions, shares_in_force
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import BASE_VERSION, PastScore, Policy
+from ratchet.store.records import BASE_VERSION, Decision, PastScore, Policy
 from ratchet.store.states import SERVING, PolicyAction, PolicyState, TuningKind, TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge

@@ -15,9 +15,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.records import JudgeRequest, Verdict
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.controller.judges.truncation import shortened
 from ratchet.trainer.errors import SettingError

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Transcript
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.controller.judges.truncation import shortened
 from ratchet.trainer.errors import PromptRefused, Unjudged
 from ratchet.trainer.statistics import Mark, Missing

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from ratchet.store.operation_records import Tuning
 from ratchet.store.records import Policy
 from ratchet.store.states import TuningState
-from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.statistics import Compared, ComparisonVerdict
 from ratchet.tuner.reports.tuning_result import TaskSetUsed, TuningResult, read
 from ratchet.tuner.rollouts.prices import RolloutCost

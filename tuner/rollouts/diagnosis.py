@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from ratchet.store.operation_records import Rollout
 from ratchet.store.reasons import describe_untrained
 from ratchet.store.records import Transcript, WorkflowResult
 from ratchet.store.states import CallState, RolloutState
-from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.token_row import Roles

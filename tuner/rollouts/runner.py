@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from ratchet.store.ids import new_id
+from ratchet.store.operation_records import Rollout, TaskRow
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout, TaskRow
 from ratchet.trainer.errors import WorkflowFailed
 from ratchet.trainer.observability.progress import Phase, Progress
 from ratchet.trainer.tasks import Task

@@ -17,10 +17,10 @@ from functools import partial
 
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import RecordNotFound
+from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Transcript, Verdict
 from ratchet.store.states import CallState, RolloutState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.observability.progress import Phase, Progress

@@ -16,8 +16,8 @@ from typing import Literal
 
 import msgspec
 
+from ratchet.store.operation_records import Rollout
 from ratchet.store.states import RolloutState
-from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.statistics import (
     CandidateScore,
     Mark,

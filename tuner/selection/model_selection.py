@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.adapters.vllm_api import list_models
 from ratchet.trainer.errors import TrainerError, TuningError
 from ratchet.trainer.statistics import ScoreRange

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
+from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.records import Policy, Transcript
 from ratchet.store.states import RELEASE_EVALUATION, RolloutState, TuningState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.release.candidates import version_name

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from ratchet.store.errors import InvalidTransition
+from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.states import PolicyState, TuningState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.controller.rounds.backlog import is_drained
 from ratchet.trainer.controller.warm_start import COLLECTED, warm_start_metrics
 from ratchet.trainer.errors import TuningError

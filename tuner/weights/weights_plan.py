@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from ratchet.store.tuning_records import Tuning
+from ratchet.store.operation_records import Tuning
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.settings.trainer_sections import WarmStartSettings
 from ratchet.trainer.statistics import Compared

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.reasons import describe_untrained, drop_meaning
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout, Tuning
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import Compared, ComparisonVerdict
 from ratchet.trainer.tasks import TEST

@@ -22,10 +22,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet.store.errors import RecordNotFound
-from ratchet.store.records import PastScore, Policy, Transcript
+from ratchet.store.records import PastScore, Policy, Prompt, Transcript
 from ratchet.store.states import PolicyState, PromptMode
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Prompt
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.controller.judges.truncation import fitted_each, shortened
 from ratchet.trainer.errors import JudgeUnavailable, ReflectionUnavailable, TuningError

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
-from ratchet.store.records import PastScore, Verdict
+from ratchet.store.records import PastScore, Prompt, Verdict
 from ratchet.store.states import PolicyState, PromptMode
 from ratchet.store.store import Store, open_store
-from ratchet.store.tuning_records import Prompt
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import ReflectionUnavailable
 from ratchet.trainer.settings.judge_specs import ModelSpec

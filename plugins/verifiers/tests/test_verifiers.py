@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from ratchet.store.operation_records import Tuning
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.errors import WorkflowError
 from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.rollouts.runner import RolloutRunner

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.errors import StoreError
 from ratchet.store.ids import new_id
-from ratchet.store.records import Alarm
+from ratchet.store.operation_records import Alarm
 from ratchet.store.store import Store
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from ratchet.proxy.errors import InvalidApiKey, NotReady, StartError
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.errors import StoreError
-from ratchet.store.records import Key, KeyTokens
+from ratchet.store.operation_records import Key, KeyTokens
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ratchet.proxy.coordinator.limits.sharing import Sharing
 from ratchet.proxy.errors import RateLimited
 from ratchet.proxy.messages.limit_records import Amount
-from ratchet.store.records import KeyTokens
+from ratchet.store.operation_records import KeyTokens
 
 
 class Budgets(NamedTuple):

@@ -30,7 +30,7 @@ from ratchet.proxy.runtime.thread_pools import run_lookup
 from ratchet.proxy.wire.asgi import CALLER, client_address
 from ratchet.store.errors import StoreError
 from ratchet.store.ids import new_id
-from ratchet.store.records import AuditEntry
+from ratchet.store.operation_records import AuditEntry
 from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.coordination import JobProgress
 from ratchet.store.db.count_cache import CachedCount
+from ratchet.store.operation_records import JobProgress
 from ratchet.store.reasons import drop_meaning
 from ratchet.store.records import Policy, Round
 from ratchet.store.reports.learning_report import is_relative, movement_of, read_learning_report, to_dict

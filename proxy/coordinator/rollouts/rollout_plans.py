@@ -24,9 +24,8 @@ from ratchet.proxy.errors import not_looked_up
 from ratchet.store import ids
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.ids import may_share_trajectory
-from ratchet.store.records import RESAMPLE
+from ratchet.store.records import RESAMPLE, Prompt
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Prompt
 
 PREFIX = f"{ids.ROLLOUT}_"
 _MAX_IDS = 20_000

@@ -24,7 +24,7 @@ from ratchet.proxy.errors import NotReady, RateLimited
 from ratchet.proxy.runtime import thread_pools
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.ids import new_id
-from ratchet.store.records import ProxyInstance
+from ratchet.store.operation_records import ProxyInstance
 from ratchet.store.store import Store
 
 MAX_WAITING = 64  # requests of one key

@@ -30,7 +30,7 @@ from ratchet.proxy.upstreams.replica_pool import Replica
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.store.errors import StoreError
 from ratchet.store.policies import fingerprints
-from ratchet.store.policies.base_models import BaseModel
+from ratchet.store.records import BaseModel
 from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")

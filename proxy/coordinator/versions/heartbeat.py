@@ -23,7 +23,7 @@ from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.telemetry.outage_warnings import OutageWarnings, watch_store_use
 from ratchet.store.errors import StoreError
-from ratchet.store.records import ProxyInstance
+from ratchet.store.operation_records import ProxyInstance
 from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")

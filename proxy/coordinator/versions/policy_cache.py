@@ -27,10 +27,9 @@ from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.telemetry.outage_warnings import OutageWarnings, watch_store_use
 from ratchet.store.errors import StoreError
-from ratchet.store.records import BASE_VERSION, Policy, VersionDraw
+from ratchet.store.records import BASE_VERSION, Policy, Prompt, VersionDraw
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Prompt
 
 log = logging.getLogger("ratchet.proxy")
 

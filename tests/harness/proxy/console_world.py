@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ratchet.store.coordination import JobProgress
 from ratchet.store.ids import new_id
+from ratchet.store.operation_records import JobProgress
 from ratchet.store.records import AnswerTraining, Feedback, JudgeRequest, ToolCall, Verdict
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from ratchet.store.operation_records import Rollout
 from ratchet.store.store import Store
-from ratchet.store.tuning_records import Rollout
 from ratchet.trainer.tasks import Task, content_id
 from ratchet.tuner.rollouts.runner import RolloutJob, plan_rollout
 from tests.harness.tuner import prompt_world

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
+from ratchet.store.operation_records import Tuning
 from ratchet.store.records import Transcript, Verdict
 from ratchet.store.states import TuningState
-from ratchet.store.tuning_records import Tuning
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.kinds.caller import AWAY
 from ratchet.trainer.controller.judges.make_judge import make_judge

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import msgspec
 
 from ratchet.store.errors import RecordDamaged
+from ratchet.store.operation_records import Observation
 from ratchet.store.records import Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
-from ratchet.store.training.observations import Observation
 from ratchet.trainer.controller.advantages import AdvantageEstimator
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.observability.finding import Finding

@@ -18,9 +18,8 @@ from typing import Any
 
 import httpx
 
-from ratchet.store.calls.resamples import Resample
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
-from ratchet.store.records import Call, Transcript
+from ratchet.store.records import Call, Resample, Transcript
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmLoad
 from ratchet.trainer.rows.build_rows import why_untrainable

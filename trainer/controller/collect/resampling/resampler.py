@@ -16,11 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from ratchet.store.calls.resamples import Resample
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import InvalidTransition, StoreError
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import RESAMPLE, Trajectory
+from ratchet.store.records import RESAMPLE, Resample, Trajectory
 from ratchet.store.states import ResampleState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import BusyPeriod, VllmLoad
