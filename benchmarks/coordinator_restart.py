@@ -77,8 +77,8 @@ class _Log:
 def measure(trajectories: int, answers: int, folder: Path, upstream: int) -> Restart:
     """Fill a proxy, kill its coordinator, and return what that cost."""
     proxy = ProxyProcess(
-        folder, upstreams=[f"http://127.0.0.1:{upstream}"], workers=2, max_linking_bytes=_LIMIT,
-        max_linking_bytes_per_key=_LIMIT, trajectory_idle_seconds=86_400,
+        folder, upstreams=[f"http://127.0.0.1:{upstream}"], workers=2, max_linking_bytes=2 * _LIMIT,
+        trajectory_idle_seconds=86_400,
     )  # fmt: skip
     log = _Log(folder / "proxy.log")
     try:

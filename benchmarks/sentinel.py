@@ -20,7 +20,7 @@ import msgspec
 from ratchet.store.records import ToolCall
 from ratchet.store.states import ToolResult
 from ratchet.store.store import open_store
-from ratchet.trainer.controller.sentinel.tool_health import check_tool_health
+from ratchet.trainer.controller.sentinel.tool_health import TOOL_WINDOW, check_tool_health
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 
 _WINDOW = 2_000
@@ -54,7 +54,7 @@ def main() -> None:
     alias = store.policies.all()[0].alias
     calls = store.tools.newest_answered(alias, 1_000_000)[::-1]
     store.close()
-    false = sum(bool(alarms(calls[:end])) for end in range(_SETTINGS.tool_window, len(calls) + 1, 25))
+    false = sum(bool(alarms(calls[:end])) for end in range(TOOL_WINDOW, len(calls) + 1, 25))
     print(f"{len(calls)} tool calls: {false} looks with an alarm")
     busiest = Counter(call.tool for call in calls).most_common(1)[0][0]
     for rate in (0.5, 0.75, 1.0):

@@ -251,21 +251,19 @@ def build_serving(
 ) -> Serving:
     """Build what places calls and forwards them to models."""
     linker = CautiousLinker(
-        settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key
+        settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes // 2
     )
     if not isinstance(role, CoordinatorRole):
         linker.doubt = lambda: Doubt.NONE  # there are no workers whose calls may be missing
     failures, cool_off = settings.breaker_failure_threshold, settings.breaker_reset_seconds
     replicas = [Replica(replica, CircuitBreaker(failures, cool_off)) for replica in upstream.urls]
-    pool = ReplicaPool(replicas, metrics, settings.affinity_slack)
+    pool = ReplicaPool(replicas, metrics)
     others = OtherModels(
         settings.model_list,
         settings.model_keys,
         metrics,
         request_timeout_seconds=settings.request_timeout_seconds,
-        connect_timeout_seconds=settings.connect_timeout_seconds,
         stream_idle_timeout_seconds=settings.stream_idle_timeout_seconds,
-        max_upstream_response_bytes=settings.max_upstream_response_bytes,
         failures=failures,
         cool_off=cool_off,
         critical_tasks=critical_tasks,
@@ -295,7 +293,7 @@ def build_serving(
     own: Forwarder = vllm
     contexts = None
     if settings.exact_context != "off":
-        contexts = TokenContexts(store, settings.max_exact_context_bytes)
+        contexts = TokenContexts(store)
         own = ExactForwarder(own, policies, upstream, pool, contexts, metrics, required=settings.exact_context == "on")
     registration = BaseRegistration(policies, store, upstream, critical_tasks)
     base_check = BaseModelCheck(

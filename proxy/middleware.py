@@ -39,7 +39,6 @@ def wrap_routes(
     bodies = BodyMemory(
         Decompression(routes, settings.max_body_bytes),
         settings.max_inflight_request_bytes,
-        settings.max_inflight_request_bytes_per_key,
     )
     parallel = ParallelRequests(
         bodies,

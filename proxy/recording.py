@@ -65,9 +65,7 @@ def build_recording(
         critical_tasks,
     )
     lookups = RecordLookups(store, shipper)
-    conversations = ConversationCache(
-        store, lookups, settings.max_conversation_bytes, settings.max_conversation_bytes_per_key
-    )
+    conversations = ConversationCache(store, lookups)
     unwritten = UnwrittenRecords(journal, shipper, store, alarm_queue)
     return Recording(unwritten, journal, redactor, recorder, shipper, lookups, conversations)
 

@@ -65,7 +65,7 @@ class WorkerRole(NamedTuple):
         critical_tasks: CriticalTasks,
     ) -> RemoteAdmission:
         """Return the admission of a worker. `is_behind`: whether the store lacks calls of its earlier processes."""
-        limits = (settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)
+        limits = (settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes // 2)
         return RemoteAdmission(
             self.coordinators,
             self.token,

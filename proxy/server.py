@@ -93,10 +93,8 @@ def run_process(
     upstream = Upstream(
         ReplicaList(settings.upstreams).resolve(),
         settings.request_timeout_seconds,
-        settings.connect_timeout_seconds,
         key,
         settings.stream_idle_timeout_seconds,
-        settings.max_upstream_response_bytes,
     )
     store_writer = WriterProcess(settings.store, settings.log_format, settings.log_level)
     critical_tasks = CriticalTasks()

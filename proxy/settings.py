@@ -121,11 +121,6 @@ class ProxySettings(BaseModel):
         description="continue a conversation on its sampled token ids instead of its re-tokenized text: `off`, `on`, "
         "or `auto` if vLLM offers the endpoints (see [exact-context.md](exact-context.md))",
     )
-    max_exact_context_bytes: int = Field(
-        16 * 2**20,
-        ge=2**16,
-        description="memory for token ids of open answers, bytes; older ids are read from the store",
-    )
     key_hashes: frozenset[str] = Field(
         frozenset(), description="SHA-256 (hex) of agents' API keys, in addition to those in the store"
     )
@@ -207,31 +202,14 @@ class ProxySettings(BaseModel):
     max_linking_bytes: int = Field(
         256 * 2**20,
         ge=2**16,
-        description="memory for linking, bytes: about 0.9 KB for each answer of an open trajectory; if it is full, the "
-        "key with the most bytes loses its least recently used trajectories",
-    )
-    max_linking_bytes_per_key: int = Field(
-        128 * 2**20,
-        ge=2**16,
-        description="the same for the trajectories of one key; without keys all belong to one key",
-    )
-    max_conversation_bytes: int = Field(
-        256 * 2**20,
-        ge=2**16,
-        description="memory for the conversations that `previous_response_id` continues, bytes; others are read from "
-        "the store",
-    )
-    max_conversation_bytes_per_key: int = Field(
-        128 * 2**20, ge=2**16, description="the same for the conversations of one key"
+        description="memory for linking, bytes: about 0.9 KB for each answer of an open trajectory; half of it for "
+        "one key; if it is full, the key with the most bytes loses its least recently used trajectories",
     )
     max_inflight_request_bytes: int = Field(
         2**30,
         ge=2**16,
-        description="request bodies in flight, bytes; beyond it a request gets 503 with `retry-after`; at least "
-        "`max_body_bytes`",
-    )
-    max_inflight_request_bytes_per_key: int = Field(
-        512 * 2**20, ge=2**16, description="the same for one key; beyond it a request gets 429 with `retry-after`"
+        description="request bodies in flight, bytes; beyond it a request gets 503 with `retry-after`, and a key above "
+        "half of it 429; at least twice `max_body_bytes`",
     )
     max_connections: int = Field(4096, ge=1, description="concurrent client connections; beyond it a client gets 503")
     read_timeout_seconds: float = Field(
@@ -267,10 +245,6 @@ class ProxySettings(BaseModel):
         description="longest silence within a stream, seconds (`request_timeout_seconds` if that is less); the length "
         "of a stream is not limited",
     )
-    max_upstream_response_bytes: int = Field(
-        256 * 2**20, ge=1024, description="largest vLLM response that does not stream, bytes"
-    )
-    connect_timeout_seconds: float = Field(5.0, gt=0, description="time to connect to vLLM, seconds")
     max_lag_seconds: float = Field(
         300.0, gt=0, description="`/health/backlog` answers 503 if the store is this far behind the journal, seconds"
     )
@@ -281,12 +255,6 @@ class ProxySettings(BaseModel):
         5.0, gt=0, description="a failed replica is probed after this long, seconds, and gets calls again if it answers"
     )
     probe_interval_seconds: float = Field(5.0, gt=0, description="pause between two probes of a replica, seconds")
-    affinity_slack: int = Field(
-        16,
-        ge=1,
-        description="calls by which the preferred replica of a trajectory may exceed the least busy one before a call "
-        "goes elsewhere; new trajectories with the same first messages and version prefer the same replica",
-    )
     log_calls: bool = Field(True, description="log one line per call when it ends, never its content")
     log_format: Literal["text", "json"] = Field(
         "text", description="`text`: logfmt after time and level; `json`: one object per line"
@@ -485,12 +453,12 @@ class ProxySettings(BaseModel):
 
     @model_validator(mode="after")
     def _body_fits(self) -> Self:
-        for name in ("max_inflight_request_bytes", "max_inflight_request_bytes_per_key"):
-            if getattr(self, name) < self.max_body_bytes:
-                raise ValueError(
-                    f"{name} {getattr(self, name)} is less than max_body_bytes {self.max_body_bytes}, so that a "
-                    f"body of that size could never be accepted: raise {name} or lower max_body_bytes"
-                )
+        if self.max_inflight_request_bytes < 2 * self.max_body_bytes:
+            raise ValueError(
+                f"max_inflight_request_bytes {self.max_inflight_request_bytes}, of which one key may use half, is less "
+                f"than twice max_body_bytes {self.max_body_bytes}, so that a body of that size could never be "
+                "accepted: raise max_inflight_request_bytes or lower max_body_bytes"
+            )
         return self
 
     @classmethod

@@ -20,6 +20,7 @@ import yaml
 
 from ratchet.cli import cli
 from ratchet.options import open_store_for_command
+from ratchet.proxy.coordinator.conversations.conversation_cache import MAX_CONVERSATION_BYTES
 from ratchet.settings.load_settings import load
 from ratchet.settings.project_settings import SECRETS, Settings
 from ratchet.supervisor import vllm_command
@@ -217,7 +218,7 @@ def test_the_proxy_has_the_time_the_disk_and_the_memory_that_its_settings_take(s
     (claim,) = BY_NAME["StatefulSet", "proxy"]["spec"]["volumeClaimTemplates"]
     assert _bytes(claim["spec"]["resources"]["requests"]["storage"]) > 2 * proxy.max_journal_bytes
     assert {"name": claim["metadata"]["name"], "mountPath": "/state"} in _container("proxy")["volumeMounts"]
-    bounded = proxy.max_linking_bytes + proxy.max_conversation_bytes + proxy.max_inflight_request_bytes
+    bounded = proxy.max_linking_bytes + MAX_CONVERSATION_BYTES + proxy.max_inflight_request_bytes
     assert _bytes(_container("proxy")["resources"]["limits"]["memory"]) > bounded + 2**30
     for name in ("trainer", "vllm", "learner"):
         sizes = [one["emptyDir"]["sizeLimit"] for one in _pod(name)["volumes"] if one["name"] in ("state", "cache")]

@@ -102,6 +102,7 @@ def _largest_ratio(freedom: int) -> float:
 # scipy.stats.ttest_ind(equal_var=False) gives NaN or a warning.
 
 MIN_VALUES = 16  # on either side; with fewer there is no result
+MIN_SIGMAS = 4.0  # standard errors that a change exceeds before it raises an alarm
 
 
 @dataclass(frozen=True, slots=True)

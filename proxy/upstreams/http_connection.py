@@ -146,8 +146,8 @@ class HttpResponse:
                 self._paused = True
                 self._connection.pause()
         elif self._buffered > self._limits.size:
-            limit = f"{self._limits.size} bytes (the proxy's setting max_upstream_response_bytes)"
-            self._fail(UpstreamDisconnected(f"sent a response larger than {limit}", url=self.url))
+            problem = f"sent a response larger than {self._limits.size} bytes"
+            self._fail(UpstreamDisconnected(problem, url=self.url))
             self._connection.abort()
 
     def on_complete(self) -> None:

@@ -18,6 +18,8 @@ from ratchet.proxy.upstreams.http_connection import HttpResponse, ResponseLimits
 from ratchet.store.access.replicas import without_credentials
 
 _JSON = {"content-type": "application/json"}
+_CONNECT_TIMEOUT = 5.0  # seconds
+_MAX_RESPONSE_BYTES = 256 * 2**20  # of a response that does not stream
 
 
 class Upstream:
@@ -27,10 +29,8 @@ class Upstream:
         self,
         urls: Sequence[str],
         request_timeout_seconds: float = 600.0,
-        connect_timeout_seconds: float = 5.0,
         key: str | None = None,
         stream_idle_timeout_seconds: float = 300.0,
-        max_upstream_response_bytes: int = 256 * 2**20,
     ) -> None:
         # Only the HTTP client sees the credentials in a URL.
         self.urls = tuple(map(without_credentials, urls))
@@ -38,10 +38,10 @@ class Upstream:
         limits = ResponseLimits(
             request_timeout_seconds,
             min(stream_idle_timeout_seconds, request_timeout_seconds),
-            max_upstream_response_bytes,
+            _MAX_RESPONSE_BYTES,
         )
         self._credentials_urls = dict(zip(self.urls, urls, strict=True))
-        self._client = HttpClient(limits, connect_timeout_seconds, self._credentials_urls)
+        self._client = HttpClient(limits, _CONNECT_TIMEOUT, self._credentials_urls)
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def replace(self, urls: Sequence[str]) -> None:

@@ -320,5 +320,5 @@ async def test_an_unstreamed_answer_has_a_size_limit(client: HttpClient) -> None
                 await writer.drain()
 
     async with server(talk) as url:
-        with pytest.raises(UpstreamDisconnected, match=r"larger than 1048576 bytes .*max_upstream_response_bytes"):
+        with pytest.raises(UpstreamDisconnected, match=r"larger than 1048576 bytes"):
             await fetch(client, url)

@@ -166,7 +166,6 @@ def test_inflight_bodies_are_bounded_per_key_and_in_total(start: Start) -> None:
     hashes = frozenset(hash_key(key.encode()) for key in ("a", "b", "c"))
     proxy = start(
         key_hashes=hashes, max_body_bytes=600_000, max_inflight_request_bytes=1_400_000,
-        max_inflight_request_bytes_per_key=700_000,
         exact_context="off",
     )  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
@@ -179,7 +178,7 @@ def test_inflight_bodies_are_bounded_per_key_and_in_total(start: Start) -> None:
             "too_many_bytes",
             "1",
         )
-        assert "max_inflight_request_bytes_per_key" in own.json()["error"]["message"]
+        assert "half of the proxy's setting max_inflight_request_bytes" in own.json()["error"]["message"]
         assert (others.status_code, others.headers["retry-after"]) == (503, "1")
         assert "max_inflight_request_bytes)" in others.json()["error"]["message"]
         assert ask(proxy.url, "c", 1_000).status_code == 200
@@ -195,9 +194,9 @@ def _sample(url: str, name: str) -> str:
 
 def test_a_limit_below_the_largest_body_is_refused_with_both_names() -> None:
     with pytest.raises(
-        ValueError, match=r"max_inflight_request_bytes_per_key 100000 is less than max_body_bytes 200000"
+        ValueError, match=r"max_inflight_request_bytes 300000, .* is less than twice max_body_bytes 200000"
     ):
         ProxySettings(
             upstreams=("http://127.0.0.1:1",), model="agent", store="s", journal="j",
-            max_body_bytes=200_000, max_inflight_request_bytes_per_key=100_000,
+            max_body_bytes=200_000, max_inflight_request_bytes=300_000,
         )  # fmt: skip

@@ -79,9 +79,7 @@ def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store
     keep.close()
     later = SecondJudge(Contrary(), 1.0, store, "agent", "1")
     assert [one.group_id for one in later.paired_judgements()] == ids, "a restart forgets nothing"
-    assert agreement(later.paired_judgements(), "contrary", SETTINGS) == agreement(
-        second.paired_judgements(), "contrary", SETTINGS
-    )
+    assert agreement(later.paired_judgements(), "contrary") == agreement(second.paired_judgements(), "contrary")
     assert SecondJudge(Contrary(), 1.0, store, "agent", "2").paired_judgements() == (), (
         "beside another first judge it said nothing"
     )
@@ -134,11 +132,11 @@ def scores(*values: float) -> Mapping[str, float]:
 
 def test_agreement_is_counted_in_pairs_and_small_samples_raise_nothing() -> None:
     same = [PairedJudgements(f"g{n}", scores(0, 1, 2), scores(0.1, 0.5, 0.9)) for n in range(20)]
-    assert agreement(same, "second", SETTINGS)[0].value == 1.0
+    assert agreement(same, "second")[0].value == 1.0
     turned = [PairedJudgements(f"g{n}", scores(0, 1, 2), scores(0.9, 0.5, 0.1)) for n in range(19)]
-    (found,) = agreement(turned, "second", SETTINGS)
+    (found,) = agreement(turned, "second")
     assert (found.value, found.reason) == (-1.0, None)
-    assert agreement([], "second", SETTINGS) == []
+    assert agreement([], "second") == []
 
 
 def test_a_noisy_judge_agrees() -> None:
@@ -149,7 +147,7 @@ def test_a_noisy_judge_agrees() -> None:
         judgements.append(
             PairedJudgements(f"g{number}", first, {name: one + noise.gauss(0, 0.2) for name, one in first.items()})
         )
-    (found,) = agreement(judgements, "second", SETTINGS)
+    (found,) = agreement(judgements, "second")
     assert found.value > 0.4
     assert found.reason is None
 
@@ -158,7 +156,7 @@ def test_failures_of_a_second_judge_are_reported() -> None:
     judgements = [PairedJudgements(f"g{n}", scores(0, 1), None) for n in range(15)] + [
         PairedJudgements("g", scores(0, 1), scores(0, 1))
     ] * 5
-    (found,) = agreement(judgements, "second", SETTINGS)
+    (found,) = agreement(judgements, "second")
     assert found.reason == "second judge second failed on 15 of the last 20 groups"
 
 

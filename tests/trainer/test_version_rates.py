@@ -12,11 +12,10 @@ from ratchet.store.records import ToolCall, Trajectory, Transcript
 from ratchet.store.states import ToolOutcome, TrajectoryState
 from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, read_behavior
 from ratchet.trainer.controller.sentinel.round_checks import INVALID_CALLS, QUESTIONS, RateHistory, check_versions
+from ratchet.trainer.controller.sentinel.sentinel import WINDOW
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from tests.harness.records import TOOLS
 
-SETTINGS = SentinelSettings()
 ROUND = 128  # trajectories from one version to the next
 
 
@@ -36,7 +35,7 @@ def alarms(findings: Sequence[Finding]) -> list[tuple[str, str]]:
 
 def test_a_version_that_asks_in_place_of_acting_is_named_with_the_remedy() -> None:
     seen = [behavior(3)] * 60 + [behavior(4, questions=2)] * 40
-    findings, histories = check_versions(seen, SETTINGS)
+    findings, histories = check_versions(seen)
     assert alarms(findings) == [(QUESTIONS, "4")]
     found = next(one for one in findings if one.reason)
     assert "version 4: 50% of its answers ask a question in place of an action, 0% in older" in str(found.reason)
@@ -48,25 +47,25 @@ def test_a_version_that_asks_in_place_of_acting_is_named_with_the_remedy() -> No
 
 def test_the_rate_of_invalid_calls_is_a_mean_over_trajectories() -> None:
     seen = [behavior(3)] * 60 + [behavior(4, invalid=1, calls=1)] * 20 + [behavior(4, calls=100)] * 20
-    findings, _ = check_versions(seen, SETTINGS)
+    findings, _ = check_versions(seen)
     assert alarms(findings) == [(INVALID_CALLS, "4")]
     assert next(one for one in findings if one.reason).value == 0.5
 
 
 def test_a_few_trajectories_or_a_small_increase_say_nothing() -> None:
-    assert not alarms(check_versions([behavior(3)] * 60 + [behavior(4, invalid=4)] * 31, SETTINGS)[0])
-    assert not alarms(check_versions([behavior(3)] * 31 + [behavior(4, invalid=4)] * 60, SETTINGS)[0])
+    assert not alarms(check_versions([behavior(3)] * 60 + [behavior(4, invalid=4)] * 31)[0])
+    assert not alarms(check_versions([behavior(3)] * 31 + [behavior(4, invalid=4)] * 60)[0])
     slightly = [behavior(4, invalid=number % 2) for number in range(400)]  # 12.5%
-    assert not alarms(check_versions([behavior(3)] * 400 + slightly, SETTINGS)[0])
-    assert check_versions([], SETTINGS) == ([], {})
+    assert not alarms(check_versions([behavior(3)] * 400 + slightly)[0])
+    assert check_versions([]) == ([], {})
 
 
 def test_an_alarm_lasts_until_a_version_is_as_good_as_the_old_ones() -> None:
     bad = [behavior(4, questions=4)] * 300
-    _, histories = check_versions([behavior(3)] * 60 + bad[:40], SETTINGS)
-    later, histories = check_versions(bad + [behavior(5, questions=4)] * 40, SETTINGS, histories)
+    _, histories = check_versions([behavior(3)] * 60 + bad[:40])
+    later, histories = check_versions(bad + [behavior(5, questions=4)] * 40, histories)
     assert alarms(later) == [(QUESTIONS, "5")], "the older versions in the window are as bad"
-    gone, histories = check_versions(bad + [behavior(6)] * 40, SETTINGS, histories)
+    gone, histories = check_versions(bad + [behavior(6)] * 40, histories)
     assert (alarms(gone), histories) == ([], {})
 
 
@@ -106,9 +105,9 @@ def series(rng: random.Random, rate: float, bad: tuple[int, float] | None = None
             task = now + rng.choice((-1, 1)) * min(now, 1 - now) / 2
             calls = rng.randint(1, 8)
             seen.append(behavior(served, sum(rng.random() < task for _ in range(calls)), calls=calls))
-            seen = seen[-SETTINGS.window :]
+            seen = seen[-WINDOW:]
             if number % 16 == 15:
-                _, found = check_versions(seen, SETTINGS, known)
+                _, found = check_versions(seen, known)
                 raised += [number + 1] if found.keys() - known.keys() else []
                 known = found
     return raised

@@ -92,7 +92,6 @@ def make_judging_components(
         RunJudges(judge, store.tunings.get),
         attempts=settings.judge_attempts,
         retry_seconds=settings.judge_retry_seconds,
-        alarm_after=settings.no_signal_alarm,
         judged=judged,
         progress=progress,
         second=second,

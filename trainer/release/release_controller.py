@@ -68,9 +68,7 @@ class PromotionChecks:
         self._max_gain = settings.max_gain
         self._judge_version = judge_version
         self._blocking_findings = blocking_findings
-        self._second = (
-            SecondOpinionRunner(second, settings.second_judge_pairs, store.trajectories.read) if second else None
-        )
+        self._second = SecondOpinionRunner(second, _SECOND_JUDGE_PAIRS, store.trajectories.read) if second else None
 
     def close(self) -> None:
         """Close the second judge."""
@@ -112,6 +110,7 @@ class PromotionChecks:
 # newest and the best ones only. All other folders are deleted; their rows in the store stay.
 
 _KEPT = (*SERVING, PolicyState.CANDIDATE)
+_SECOND_JUDGE_PAIRS = 20  # of a trajectory of the ramp and a live one
 _MIN_SCORES = 16  # of a version that is compared with others
 _ROLLOUT_TIMEOUT = 3600.0  # seconds that a version is kept for a planned rollout that has not ended
 

@@ -125,7 +125,6 @@ class TrainerSettings(Section):
         1, ge=1, description="minimum groups in a round; an ungrouped trajectory counts as 1 / num_generations"
     )
     max_staleness: int = Field(4, ge=0, description="versions after which a group is too old to train and is dropped")
-    no_signal_alarm: int = Field(5, ge=1, description="consecutive groups without variance that raise an alarm")
     proof_tolerance: float = Field(
         0.1,
         gt=0,

@@ -14,7 +14,15 @@ from gepa.api import optimize
 from gepa.core.adapter import EvaluationBatch, GEPAAdapter
 
 from ratchet.trainer.errors import Unanswered
-from ratchet.tuner.prompts.optimizer import Evaluate, Example, Reflection, Search, unwrap_errors, wrap_errors
+from ratchet.tuner.prompts.optimizer import (
+    REFLECTION_MINIBATCH_SIZE,
+    Evaluate,
+    Example,
+    Reflection,
+    Search,
+    unwrap_errors,
+    wrap_errors,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +45,10 @@ class Gepa:
                 trainset=list(search.train),
                 valset=list(search.validation),
                 adapter=adapter,
-                reflection_minibatch_size=min(search.reflection_minibatch_size, len(search.train)),
+                reflection_minibatch_size=min(REFLECTION_MINIBATCH_SIZE, len(search.train)),
                 skip_perfect_score=unit,
                 perfect_score=_PERFECT,
-                stop_callbacks=_StopWhenIdle(
-                    adapter, max(_IDLE, 2 * len(search.train) // search.reflection_minibatch_size)
-                ),
+                stop_callbacks=_StopWhenIdle(adapter, max(_IDLE, 2 * len(search.train) // REFLECTION_MINIBATCH_SIZE)),
                 logger=_Quiet(),
                 track_best_outputs=False,
                 seed=search.seed,

@@ -15,6 +15,8 @@ from typing import Protocol
 from ratchet.trainer.errors import OptimizerMissing, PluginError, SetAside
 from ratchet.trainer.user_code.plugins import PROMPT_OPTIMIZERS, load_plugin
 
+REFLECTION_MINIBATCH_SIZE = 3  # rollouts that one reflection reads
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -60,7 +62,6 @@ class Search:
     validation: tuple[str, ...]
     seed: int
     rollouts: int  # limit of the search
-    reflection_minibatch_size: int = 3  # rollouts that one reflection reads
     max_prompt_chars: int = 20_000
 
 

@@ -224,7 +224,6 @@ def _plan_of(settings: TunerSettings, sets: Sets) -> PromptPlan:
         sets=sets,
         attempts=settings.attempts,
         seed=settings.seed,
-        reflection_minibatch_size=prompt.reflection_minibatch_size,
         max_prompt_chars=prompt.max_prompt_chars,
         mode=None if prompt.mode == "auto" else prompt.mode,
         failure_score=settings.failure_score,

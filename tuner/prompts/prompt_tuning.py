@@ -20,7 +20,7 @@ from ratchet.trainer.controller.judges.truncation import shortened
 from ratchet.trainer.errors import BudgetExceeded, BudgetTooSmall, TooManyFailures, Unjudged
 from ratchet.trainer.statistics import Compared, ComparisonVerdict, compare
 from ratchet.tuner.prompts.budget import Budget
-from ratchet.tuner.prompts.optimizer import PromptOptimizer, Reflection, Search
+from ratchet.tuner.prompts.optimizer import REFLECTION_MINIBATCH_SIZE, PromptOptimizer, Reflection, Search
 from ratchet.tuner.prompts.seed_prompt import PROBES, Mode, SeedPrompt, captured
 from ratchet.tuner.prompts.task_splits import Sets
 from ratchet.tuner.prompts.trials import SEED, Trials, Tried
@@ -43,7 +43,6 @@ class PromptPlan:
     sets: Sets
     attempts: int
     seed: int
-    reflection_minibatch_size: int = 3
     max_prompt_chars: int = 20_000
     seed_prompt: SeedPrompt | None = None
     mode: Mode | None = None
@@ -57,7 +56,7 @@ class PromptPlan:
     @property
     def min_rollouts(self) -> int:
         """Minimum budget: the seed and one proposal on validation tasks, and the comparison."""
-        first = min(self.reflection_minibatch_size, len(self.sets.train))
+        first = min(REFLECTION_MINIBATCH_SIZE, len(self.sets.train))
         return PROBES + 2 * (first + len(self.sets.validation)) + self.held_out_rollouts
 
     def check_budget(self, rollouts: int) -> None:
@@ -146,7 +145,6 @@ class PromptTuning:
             validation=plan.sets.validation,
             seed=plan.seed,
             rollouts=self._budget.rollouts - plan.held_out_rollouts,
-            reflection_minibatch_size=plan.reflection_minibatch_size,
             max_prompt_chars=plan.max_prompt_chars,
         )
         try:

@@ -31,6 +31,7 @@ from ratchet.store.records import REDACTED, CallStarted
 from ratchet.store.store import Store
 
 ANSWER_SECONDS = 3.0  # for other proxies to ship a response that the client has
+MAX_CONVERSATION_BYTES = 256 * 2**20  # of the turns that are kept; others are read from the store
 _RECENT = 60.0  # seconds; even a busy proxy has usually shipped by then
 _ID_LENGTH = len("resp_") + 26
 
@@ -38,7 +39,13 @@ _ID_LENGTH = len("resp_") + 26
 class ConversationCache:
     """Turns by response id in the order of eviction: a turn comes after the turns that continue it."""
 
-    def __init__(self, store: Store, lookups: RecordLookups, max_bytes: int, max_bytes_per_key: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        lookups: RecordLookups,
+        max_bytes: int = MAX_CONVERSATION_BYTES,
+        max_bytes_per_key: int = MAX_CONVERSATION_BYTES // 2,
+    ) -> None:
         self._store = store
         self._lookups = lookups
         self._turns: dict[str, ConversationTurn] = {}

@@ -25,6 +25,7 @@ log = logging.getLogger("ratchet.proxy")
 Key = tuple[str, int]  # (call id, choice)
 
 _RECORD = 500  # bytes of a context besides its ids
+_MAX_BYTES = 16 * 2**20
 _MIN_BYTES = 2**20  # the bound until a context is requested
 _READ_SECONDS = 2.0  # that a call waits for the store
 
@@ -32,7 +33,7 @@ _READ_SECONDS = 2.0  # that a call waits for the store
 class TokenContexts:
     """The contexts of answers, by call and choice. `max_bytes` bounds their ids."""
 
-    def __init__(self, store: Store, max_bytes: int) -> None:
+    def __init__(self, store: Store, max_bytes: int = _MAX_BYTES) -> None:
         self._store = store
         self._max_bytes = max_bytes
         self._in_use = False

@@ -74,9 +74,7 @@ class OtherModels:
         metrics: ProxyMetrics,
         *,
         request_timeout_seconds: float,
-        connect_timeout_seconds: float,
         stream_idle_timeout_seconds: float,
-        max_upstream_response_bytes: int,
         failures: int,
         cool_off: float,
         critical_tasks: CriticalTasks | None = None,
@@ -88,9 +86,7 @@ class OtherModels:
             seconds = entry.litellm_params.timeout or request_timeout_seconds
             client = self._clients.setdefault(
                 seconds,
-                Upstream(
-                    (), seconds, connect_timeout_seconds, None, stream_idle_timeout_seconds, max_upstream_response_bytes
-                ),
+                Upstream((), seconds, None, stream_idle_timeout_seconds),
             )
             deployment = Deployment(entry, key_of(entry, keys), client, CircuitBreaker(failures, cool_off))
             by_name.setdefault(entry.model_name, []).append(deployment)

@@ -43,10 +43,10 @@ class BodyReservation:
 class BodyMemory:
     """The middleware."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_bytes_per_key: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._max_bytes_per_key = max_bytes_per_key
+        self._max_bytes_per_key = max_bytes // 2
         self._by_key: Counter[str] = Counter()
         self.bytes = 0
 
@@ -72,7 +72,7 @@ class BodyMemory:
         if self._by_key[key] + size > self._max_bytes_per_key:
             raise RateLimited(
                 f"the key's open requests hold {self._by_key[key]} bytes, this one adds {size}, and at most "
-                f"{self._max_bytes_per_key} are allowed (the proxy's setting max_inflight_request_bytes_per_key): "
+                f"{self._max_bytes_per_key} are allowed (half of the proxy's setting max_inflight_request_bytes): "
                 "retry when others have ended",
                 code="too_many_bytes",
             )

@@ -98,7 +98,6 @@ class HostileCampaign:
             key_hashes=[hash_key(key.encode()) for key in (self.victim, self.attacker)],
             operator_hashes=[hash_key(self.operator.encode())],
             max_linking_bytes=2**20,
-            max_linking_bytes_per_key=2**19,
             max_body_bytes=8 * 2**20,
             read_timeout_seconds=1.0,
             request_timeout_seconds=20.0,

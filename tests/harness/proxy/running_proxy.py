@@ -58,9 +58,8 @@ def running(
     """A proxy in a thread of this process, with its journal in `folder`; `around` may watch it from outside."""
     values = {"upstreams": (vllm_url,), "model": "agent", "store": "-", "journal": folder / "journal"}
     chosen = ProxySettings(**(values | settings))
-    limits = (chosen.stream_idle_timeout_seconds, chosen.max_upstream_response_bytes)
     urls = ReplicaList(chosen.upstreams).resolve()
-    upstream = Upstream(urls, chosen.request_timeout_seconds, chosen.connect_timeout_seconds, None, *limits)
+    upstream = Upstream(urls, chosen.request_timeout_seconds, None, chosen.stream_idle_timeout_seconds)
     with served(around(create_app(chosen, store, upstream, "http://test"))) as url:
         proxy = Proxy(url, store)
         try:

@@ -126,6 +126,7 @@ def _evict(entries: dict[str, Any], max_entries: int) -> None:
 
 log = logging.getLogger(__name__)
 
+NO_SIGNAL_GROUPS = 5  # consecutive groups without variance that raise an alarm
 _MAX_ZERO_VARIANCE = 1000  # groups
 _ZERO_VARIANCE_NAMED = 5  # groups
 _SINGLE_WEIGHT = 0.125  # of a group, in the alarm about missing signal
@@ -164,7 +165,7 @@ class JudgeRunner:
         *,
         attempts: int,
         retry_seconds: float,
-        alarm_after: int,
+        alarm_after: int = NO_SIGNAL_GROUPS,
         judged: JudgedGroupCache | None = None,
         progress: Progress | None = None,
         second: SecondJudge | None = None,

@@ -18,7 +18,6 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages import AdvantageEstimator
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import kendall_tau_b, score_differences
 
 # The second judge: judges a sample of the groups beside the first judge, never in its place.
@@ -32,6 +31,7 @@ log = logging.getLogger(__name__)
 KIND = "second_judge"  # of its observations, and the name of the check
 _METRIC = "ratchet_second_judge_tau"
 _MIN_GROUPS = 20
+_MIN_AGREEMENT = 0.2  # Kendall's tau
 _MAX_COMPARED = 200  # groups
 _MAX_QUEUED = 8  # groups that wait beside those that the judge has
 
@@ -102,7 +102,7 @@ def in_sample(group_id: str, sample_rate: float) -> bool:
     return int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:8]) < sample_rate * 2**64
 
 
-def agreement(paired: Sequence[PairedJudgements], judge: str, settings: SentinelSettings) -> list[Finding]:
+def agreement(paired: Sequence[PairedJudgements], judge: str) -> list[Finding]:
     """Return Kendall's tau-b between the two judges over the newest groups; nothing before it is defined."""
     both = [(one.first, one.second) for one in paired if one.second is not None]
     if len(paired) >= _MIN_GROUPS and 2 * len(both) < len(paired):
@@ -112,10 +112,10 @@ def agreement(paired: Sequence[PairedJudgements], judge: str, settings: Sentinel
     if tau is None:
         return []
     reason = None
-    if len(both) >= _MIN_GROUPS and tau < settings.min_agreement:
+    if len(both) >= _MIN_GROUPS and tau < _MIN_AGREEMENT:
         reason = (
             f"second judge {judge} ranks the members of the last {len(both)} groups differently (Kendall's tau "
-            f"{tau:+.2f}, below min_agreement {settings.min_agreement:g}; newest group {paired[-1].group_id}): one of "
+            f"{tau:+.2f}, below {_MIN_AGREEMENT:g}; newest group {paired[-1].group_id}): one of "
             "the two judges is wrong; compare them with `ratchet judge calibrate`"
         )
     return [Finding(KIND, _METRIC, "", tau, reason, blocks_release=reason is not None)]

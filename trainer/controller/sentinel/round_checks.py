@@ -17,29 +17,31 @@ from ratchet.trainer.controller.sentinel.resources import resource_coverage
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.rows.token_row import UNTRAINED_ROLE
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
-from ratchet.trainer.statistics import MeanChange, mean_change
+from ratchet.trainer.statistics import MIN_SIGMAS, MeanChange, mean_change
 
 # Checks of the last rounds: trainer and engine agree, most tokens were trained, and few rows rejected. Pure.
 
 ROUND_CHECKS = frozenset({"logprob_mismatch", "untrained_tokens", "rows_rejected"})
 MAX_ROUNDS = 5  # committed ones
+_MAX_MISMATCH_NATS = 0.1  # mean |trainer - engine| logprob of fresh rows
+_MAX_UNTRAINED_RATIO = 0.5  # of the sampled tokens
 
 
-def check_rounds(rounds: Sequence[Round], settings: SentinelSettings) -> list[Finding]:
+def check_rounds(rounds: Sequence[Round]) -> list[Finding]:
     """Return the findings of the newest committed rounds; none before the first commit. `rounds`: newest first."""
     committed = [one for one in rounds if one.state is RoundState.COMMITTED][:MAX_ROUNDS]
     if not committed:
         return []
-    return [_check_mismatch(committed, settings), _check_untrained(committed, settings), _check_rejected(committed[0])]
+    return [_check_mismatch(committed), _check_untrained(committed), _check_rejected(committed[0])]
 
 
-def _check_mismatch(committed: Sequence[Round], settings: SentinelSettings) -> Finding:
+def _check_mismatch(committed: Sequence[Round]) -> Finding:
     """Compare what the version sampled that a round starts from: the samples of older ones differ anyway."""
     tokens = [one.metrics.get("fresh_tokens_compared", 0) for one in committed]
     differences = [one.metrics.get("fresh_logprob_abs_diff_mean", 0.0) for one in committed]
     mean = sum(value * count for value, count in zip(differences, tokens, strict=True)) / max(1, sum(tokens))
     reason = None
-    if mean >= settings.max_mismatch_nats:
+    if mean >= _MAX_MISMATCH_NATS:
         reason = (
             f"the trainer's logprobs differ from the engine's by {mean:.3f} nats (mean of {sum(tokens)} tokens of "
             f"the last {len(committed)} rounds, sampled by the versions that they started from): check that both run "
@@ -48,7 +50,7 @@ def _check_mismatch(committed: Sequence[Round], settings: SentinelSettings) -> F
     return Finding("logprob_mismatch", "ratchet_logprob_mismatch_nats", "", mean, reason)
 
 
-def _check_untrained(committed: Sequence[Round], settings: SentinelSettings) -> Finding:
+def _check_untrained(committed: Sequence[Round]) -> Finding:
     untrained: Counter[str] = Counter()
     for one in committed:
         untrained.update(one.metrics.get("untrained_tokens") or {})
@@ -56,7 +58,7 @@ def _check_untrained(committed: Sequence[Round], settings: SentinelSettings) -> 
     trained = sum(one.metrics.get("tokens_trained", 0) for one in committed)
     share = untrained.total() / max(1, untrained.total() + trained)
     reason = None
-    if share >= settings.max_untrained_ratio:
+    if share >= _MAX_UNTRAINED_RATIO:
         reason = (
             f"{share:.0%} of the sampled tokens of the last {len(committed)} rounds were not trained; "
             f"{describe_untrained(untrained)}"
@@ -75,13 +77,14 @@ def _check_rejected(newest: Round) -> Finding:
 # Both are what a policy learns to do if its judge can be fooled: a judge that likes polite answers rewards questions,
 # and one that reads only the last answer does not see wrong calls. A version's rate is the mean share over its
 # trajectories, so that a long trajectory counts once. The newest version is compared with all older ones in the window;
-# an alarm needs an increase by a threshold and by `min_sigmas` pooled standard errors, and `MIN_TRAJECTORIES` on either
-# side. While it lasts, newer versions are compared with the same older ones: a reward hack does not become its own
-# history.
+# an alarm needs an increase by `_MAX_RATE_INCREASE` and by `MIN_SIGMAS` pooled standard errors, and `MIN_TRAJECTORIES`
+# on either side. While it lasts, newer versions are compared with the same older ones: a reward hack does not become
+# its own history.
 
 INVALID_CALLS, QUESTIONS = "invalid_tool_calls", "questions"
 RATE_CHECKS = frozenset({INVALID_CALLS, QUESTIONS})
 MIN_TRAJECTORIES = 32
+_MAX_RATE_INCREASE = 0.2
 _MAX_VERSIONS = 8  # newest ones that are shown
 
 
@@ -100,7 +103,7 @@ class RateHistory:
 
 
 def check_versions(
-    behaviors: Sequence[TrajectoryBehavior], settings: SentinelSettings, known: Mapping[str, RateHistory] | None = None
+    behaviors: Sequence[TrajectoryBehavior], known: Mapping[str, RateHistory] | None = None
 ) -> tuple[list[Finding], dict[str, RateHistory]]:
     """Return a finding for each rate and version, and the histories of the rates that raise an alarm, by check.
 
@@ -108,9 +111,9 @@ def check_versions(
     """
     findings: list[Finding] = []
     alarming: dict[str, RateHistory] = {}
-    for check, metric, share, limit, advice in (
-        (INVALID_CALLS, "ratchet_invalid_tool_call_ratio", _invalid, settings.max_invalid_call_increase, _CALLS),
-        (QUESTIONS, "ratchet_question_ratio", _questions, settings.max_question_increase, _QUESTIONS),
+    for check, metric, share, advice in (
+        (INVALID_CALLS, "ratchet_invalid_tool_call_ratio", _invalid, _CALLS),
+        (QUESTIONS, "ratchet_question_ratio", _questions, _QUESTIONS),
     ):
         rates = _rates(behaviors, share)
         newest = max((version for version in rates if rates[version].trajectories >= MIN_TRAJECTORIES), default=None)
@@ -118,7 +121,7 @@ def check_versions(
             reason = None
             if version == newest:
                 before = (known or {}).get(check) or _sum([rates[older] for older in rates if older < version])
-                if _has_risen(before, rates[version], limit, settings.min_sigmas):
+                if _has_risen(before, rates[version]):
                     alarming[check] = before
                     reason = f"version {version}: {advice.format(rates[version].mean, before.mean)}"
             findings.append(Finding(check, metric, str(version), rates[version].mean, reason))
@@ -162,14 +165,14 @@ def _sum(parts: Sequence[RateHistory]) -> RateHistory:
     )
 
 
-def _has_risen(before: RateHistory, now: RateHistory, limit: float, min_sigmas: float) -> bool:
+def _has_risen(before: RateHistory, now: RateHistory) -> bool:
     """Whether a rate has risen, by the pooled variance: few trajectories that are all equal prove nothing."""
-    if before.trajectories < MIN_TRAJECTORIES or now.mean - before.mean < limit:
+    if before.trajectories < MIN_TRAJECTORIES or now.mean - before.mean < _MAX_RATE_INCREASE:
         return False
     both = _sum([before, now])
     variance = max(0.0, both.squares / both.trajectories - both.mean**2)
     error = math.sqrt(variance * (1 / before.trajectories + 1 / now.trajectories))
-    return now.mean - before.mean >= min_sigmas * error
+    return now.mean - before.mean >= MIN_SIGMAS * error
 
 
 # Drift: how the behavior of newer trajectories differs from that of older ones. Pure, on behaviors, oldest first.
@@ -182,28 +185,24 @@ DRIFT_CHECKS = frozenset(
 )
 _MIN_OFFERED = 100  # trajectories that could have used a tool or a resource, before it counts as neglected
 _MIN_RESOURCES = 5
+_RECENT_WINDOW = 64  # newest trajectories, compared with the others
+_LENGTH_RATIO = 2.0  # change of the sampled tokens per trajectory
+_REASONING_RATIO = 3.0  # change of the reasoning tokens per action
+_MAX_HALLUCINATION_INCREASE = 0.2
 
 
 def check_drift(behaviors: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> list[Finding]:
     """Return the findings of every check on behavior; none without a trajectory."""
     if not behaviors:
         return []
-    past, recent = behaviors[: -settings.recent_window], behaviors[-settings.recent_window :]
+    past, recent = behaviors[:-_RECENT_WINDOW], behaviors[-_RECENT_WINDOW:]
     return [
+        _ratio_drift("length_drift", "ratchet_trajectory_tokens", _length, past, recent, _LENGTH_RATIO),
         _ratio_drift(
-            "length_drift", "ratchet_trajectory_tokens", _length, past, recent, settings.length_ratio, settings
-        ),
-        _ratio_drift(
-            "reasoning_drift",
-            "ratchet_reasoning_tokens_per_action",
-            _reasoning,
-            past,
-            recent,
-            settings.reasoning_ratio,
-            settings,
+            "reasoning_drift", "ratchet_reasoning_tokens_per_action", _reasoning, past, recent, _REASONING_RATIO
         ),
         Finding("actions", "ratchet_actions_per_trajectory", "", statistics.fmean(one.actions for one in recent)),
-        _check_hallucinated(past, recent, settings),
+        _check_hallucinated(past, recent),
         *check_tool_coverage(behaviors, settings),
         check_resource_coverage(behaviors, settings),
     ]
@@ -259,18 +258,12 @@ def _solved_without_tools(members: Sequence[TrajectoryBehavior], scores: Mapping
     return best > worst and any(not one.tool_calls and scores[one.trajectory_id] == best for one in members)
 
 
-def _check_hallucinated(
-    past: Sequence[TrajectoryBehavior], recent: Sequence[TrajectoryBehavior], settings: SentinelSettings
-) -> Finding:
+def _check_hallucinated(past: Sequence[TrajectoryBehavior], recent: Sequence[TrajectoryBehavior]) -> Finding:
     shares = [[one.hallucinated / one.arguments for one in side if one.arguments] for side in (past, recent)]
     now = statistics.fmean(shares[1]) if shares[1] else 0.0
     found = mean_change(shares[0], shares[1])
     reason = None
-    if (
-        found
-        and found.after - found.before >= settings.max_hallucination_increase
-        and found.sigmas >= settings.min_sigmas
-    ):
+    if found and found.after - found.before >= _MAX_HALLUCINATION_INCREASE and found.sigmas >= MIN_SIGMAS:
         reason = (
             f"{found.after:.0%} of tool arguments occur nowhere in their context, up from {found.before:.0%}: "
             "the policy hallucinates them; check what the judge rewards"
@@ -285,14 +278,13 @@ def _ratio_drift(
     past: Sequence[TrajectoryBehavior],
     recent: Sequence[TrajectoryBehavior],
     limit: float,
-    settings: SentinelSettings,
 ) -> Finding:
     now = statistics.fmean(measure(one) for one in recent)
     found: list[tuple[str, MeanChange]] = []
     for family in {one.family for one in recent}:
         values = [[measure(one) for one in side if one.family == family] for side in (past, recent)]
         moved = mean_change(values[0], values[1])
-        if moved and moved.ratio >= limit and abs(moved.sigmas) >= settings.min_sigmas:
+        if moved and moved.ratio >= limit and abs(moved.sigmas) >= MIN_SIGMAS:
             found.append((family, moved))
     if not found:
         return Finding(check, metric, "", now)

@@ -42,6 +42,7 @@ PAUSED = "training_paused"
 TOOL_HISTORY = "tool_past"  # kind of the observations that hold what a failing tool is compared with
 RATE_HISTORY = "rate_history"  # likewise of a rate that raises an alarm
 _CHECKS = frozenset({TOOL_HEALTH, PAUSED, AGREEMENT, *DRIFT_CHECKS, *ROUND_CHECKS, *RATE_CHECKS})
+WINDOW = 512  # newest trajectories that are checked
 _MAX_TOOL_CALLS = 2_000  # newest ones of the alias
 _MAX_READS = 64  # transcripts in one check
 _MAX_REASONS = 3  # in one alarm
@@ -88,7 +89,7 @@ class Sentinel:
 
     def note(self, transcript: Transcript) -> None:
         """Take a live trajectory that was just read, so that the next check need not read it."""
-        if transcript.trajectory.purpose == "live" and len(self._behaviors) < 2 * self._settings.window:
+        if transcript.trajectory.purpose == "live" and len(self._behaviors) < 2 * WINDOW:
             self._behaviors[transcript.trajectory.id] = read_behavior(transcript)
 
     @property
@@ -112,9 +113,9 @@ class Sentinel:
             *self._check_tool_health(),
             *check_drift(behaviors, self._settings),
             *(self._check_rates(behaviors) if behaviors else []),
-            *check_rounds(rounds, self._settings),
+            *check_rounds(rounds),
             *([unnecessary] if unnecessary else []),
-            *(agreement(second.paired_judgements(), second.name, self._settings) if second else []),
+            *(agreement(second.paired_judgements(), second.name) if second else []),
         ]
 
     def _check_tool_health(self) -> list[Finding]:
@@ -132,7 +133,7 @@ class Sentinel:
         noted = self._store.observations.latest(self._alias, RATE_HISTORY) if self._rate_histories is None else {}
         stored = {check: RateHistory(**one.content) for check, one in noted.items() if one.content}
         known = stored if self._rate_histories is None else self._rate_histories
-        findings, self._rate_histories = check_versions(behaviors, self._settings, known)
+        findings, self._rate_histories = check_versions(behaviors, known)
         for check in sorted(known.keys() ^ self._rate_histories.keys()):
             history = self._rate_histories.get(check)
             self._store.observations.add(self._alias, RATE_HISTORY, check, asdict(history) if history else {})
@@ -149,7 +150,7 @@ class Sentinel:
 
     def _newest_behaviors(self) -> list[TrajectoryBehavior]:
         """Return the behaviors of the window that have been read, oldest first; reads some more."""
-        page = self._store.trajectories.page(limit=self._settings.window, chosen=TrajectoryFilter(alias=self._alias))
+        page = self._store.trajectories.page(limit=WINDOW, chosen=TrajectoryFilter(alias=self._alias))
         ended = [one for one in page if one.purpose == "live" and one.state is not TrajectoryState.OPEN]
         known = {one.id: self._behaviors[one.id] for one in ended if one.id in self._behaviors}
         self._damaged &= {one.id for one in ended}

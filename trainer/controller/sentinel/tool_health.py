@@ -16,10 +16,12 @@ from ratchet.store.records import ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
-from ratchet.trainer.statistics import MIN_VALUES, share_change
+from ratchet.trainer.statistics import MIN_SIGMAS, MIN_VALUES, share_change
 
 CHECK = "tool_health"
 METRIC = "ratchet_tool_failure_ratio"
+TOOL_WINDOW = 50  # newest results of a tool, compared with its earlier ones
+_MAX_FAILURE_INCREASE = 0.3  # of a tool's failure rate over its history
 VALID_OUTCOMES = (ToolOutcome.VALID, ToolOutcome.UNCHECKED)
 
 
@@ -42,7 +44,7 @@ def check_tool_health(
     """
     findings, histories = [], {}
     for tool, calls in _by_tool(newest).items():
-        recent, earlier = calls[: settings.tool_window], calls[settings.tool_window :]
+        recent, earlier = calls[:TOOL_WINDOW], calls[TOOL_WINDOW:]
         if len(recent) < MIN_VALUES:
             continue
         history = (known or {}).get(tool) or _history(recent, earlier)
@@ -77,13 +79,9 @@ def _finding(tool: str, recent: Sequence[ToolCall], history: ToolHistory, settin
     classes = Counter(str(call.result) for call in recent if _fails(call))
     results = ", ".join(f"{count} {name}" for name, count in classes.most_common())
     failing = f"tool {tool!r} failed in {failures} of its last {len(recent)} calls ({results})"
-    if len(recent) >= settings.tool_window and share >= settings.max_tool_failure_rate:
+    if len(recent) >= TOOL_WINDOW and share >= settings.max_tool_failure_rate:
         return Finding(CHECK, METRIC, tool, share, f"{failing}: fix the tool, or raise max_tool_failure_rate", True)
-    if (
-        change is not None
-        and change.after - change.before >= settings.max_tool_failure_increase
-        and change.sigmas >= settings.min_sigmas
-    ):
+    if change is not None and change.after - change.before >= _MAX_FAILURE_INCREASE and change.sigmas >= MIN_SIGMAS:
         before = f"{failing}, up from {change.before:.0%}"
         if history.same_versions:
             return Finding(CHECK, METRIC, tool, share, f"{before} under the same version: fix the tool", True)
