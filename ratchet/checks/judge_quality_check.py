@@ -7,18 +7,27 @@ that calls a language model judges one group.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ratchet.checks.check_result import CheckResult
 from ratchet.settings.project_settings import Settings
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.errors import StoreError, StoreNotFound
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.controller.judges.audit.lint import LintOutcome, lint
+from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, synthetic
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.errors import TrainerError
+from ratchet.trainer.settings.judge_specs import PluginSpec, plugin_traits
+from ratchet.tuner.rollouts.diagnosis import judge_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ratchet.store.records import Transcript
-    from ratchet.store.store import Store
     from ratchet.trainer.controller.judges import Judge
 
 _NAME = "judge"
@@ -33,6 +42,7 @@ _NOT_DISCRIMINATING = (
 )
 _TRY_LINT = "correct the judge or the example (a judge that reads the task's row needs --question '{...}')"
 _NEED_TRAFFIC = ("feedback", "workflow")  # built-in kinds whose input only traffic brings
+_QUICK = ("function", "answer", *_NEED_TRAFFIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +64,6 @@ class JudgeExample:
 
 def check_judge_quality(settings: Settings, example: JudgeExample | None = None) -> CheckResult:
     """Return the result for the project's judge; `example` is used if no call is recorded."""
-    import contextlib
-    import os
-
-    from ratchet.store.errors import StoreError, StoreNotFound
-    from ratchet.store.store import open_store
-    from ratchet.trainer.controller.judges.make_judge import make_judge
-    from ratchet.trainer.errors import TrainerError
-    from ratchet.trainer.settings.judge_specs import PluginSpec
-
     if not settings.has_judge:
         seen = "no judge is set: calls are recorded and nothing is trained"
         return CheckResult(_NAME, False, seen, "give --judge module:function or a YAML file, or set trainer.judge")
@@ -88,7 +89,7 @@ def proof(judge: Judge, kind: str, store: Store, alias: str, example: JudgeExamp
     groups = list(_recorded(store, alias))
     if not groups:
         return _unrecorded(judge, kind, example)
-    judged = [judge.judge(None, members).verdicts for members in groups[: _GROUPS if _is_quick(kind) else 1]]
+    judged = [judge.judge(None, members).verdicts for members in groups[: _GROUPS if kind in _QUICK else 1]]
     verdicts = [verdict for verdicts in judged for verdict in verdicts]
     failed = [verdict.failure for verdict in verdicts if verdict.failure is not None]
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
@@ -99,8 +100,9 @@ def proof(judge: Judge, kind: str, store: Store, alias: str, example: JudgeExamp
         return CheckResult(
             _NAME, False, f"{judge.name} fails on {len(failed)} of {len(verdicts)}: {failed[0]}", _FIX_JUDGE
         )
-    if max(scores) - min(scores) <= _LEAST_SPREAD and (reason := _insensitivity(judge, groups[0][0])):
-        return CheckResult(_NAME, False, reason, _NOT_DISCRIMINATING)
+    if max(scores) - min(scores) <= _LEAST_SPREAD:  # does it ignore the answer?
+        for reason in judge_problems(judge, groups[0][0]):
+            return CheckResult(_NAME, False, reason.seen, _NOT_DISCRIMINATING)
     return CheckResult(_NAME, True, f"{seen}, {_range(scores)}, and distinguishes answers")
 
 
@@ -113,8 +115,6 @@ def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
 
     Groups with rewards of a caller (`ratchet.train`) do not count: this judge does not score them.
     """
-    from ratchet.store.calls.trajectory_filter import TrajectoryFilter
-
     newest_groups = store.groups.page(20, alias=alias)
     groups = [group for group in newest_groups if group.members and not group.is_requested]
     for group in groups[:_GROUPS]:
@@ -126,21 +126,8 @@ def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
             yield [store.trajectories.read(name) for name in live[:_MEMBERS]]
 
 
-def _is_quick(kind: str) -> bool:
-    return kind in ("function", "answer", *_NEED_TRAFFIC)
-
-
 def _needs_traffic(kind: str) -> bool:
-    from ratchet.trainer.settings.judge_specs import plugin_traits
-
     return kind in _NEED_TRAFFIC or bool(plugin_traits(kind).waits_for)
-
-
-def _insensitivity(judge: Judge, member: Transcript) -> str | None:
-    """Return the reason if the judge ignores the answer: the same trajectory scores alike with any answer."""
-    from ratchet.tuner.rollouts.diagnosis import judge_problems
-
-    return next((reason.seen for reason in judge_problems(judge, member)), None)
 
 
 def _unrecorded(judge: Judge, kind: str, example: JudgeExample | None) -> CheckResult:
@@ -149,17 +136,6 @@ def _unrecorded(judge: Judge, kind: str, example: JudgeExample | None) -> CheckR
     if example is None:
         seen = "not checked: no recorded call yet; run the agent, or give --question and --answer"
         return CheckResult(_NAME, False, seen, skipped=True)
-    return _by_lint(judge, example)
-
-
-def _without_traffic(judge: Judge) -> CheckResult:
-    return CheckResult(_NAME, True, f"{judge.name} needs traffic, and no recent trajectory can be judged by it yet")
-
-
-def _by_lint(judge: Judge, example: JudgeExample) -> CheckResult:
-    from ratchet.trainer.controller.judges.audit.lint import LintOutcome, lint
-    from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, synthetic
-
     row = example.question if example.is_row else None
     report = lint(judge, synthetic(row, example.question, example.answer, Place()), [])
     seen = f"on the given question {report.reason}"
@@ -167,3 +143,7 @@ def _by_lint(judge: Judge, example: JudgeExample) -> CheckResult:
         return CheckResult(_NAME, True, seen)
     remedy = "see `ratchet judge lint`" if report.outcome is LintOutcome.FOOLED else _TRY_LINT
     return CheckResult(_NAME, False, seen, remedy)
+
+
+def _without_traffic(judge: Judge) -> CheckResult:
+    return CheckResult(_NAME, True, f"{judge.name} needs traffic, and no recent trajectory can be judged by it yet")

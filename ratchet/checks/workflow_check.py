@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +17,21 @@ from typing import TYPE_CHECKING, Any
 import click
 import httpx
 
-from ratchet.checks.check_result import CheckResult
+from ratchet.checks.check_result import CheckResult, call_proxy
 from ratchet.settings.project_settings import Settings
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.reasons import DropReason
+from ratchet.trainer.rows.token_row import Roles
+from ratchet.trainer.tasks import Task, checked, content_id
+from ratchet.tuner.rollouts import diagnosis
+from ratchet.tuner.rollouts.runner import RolloutJob
+from ratchet.tuner.tasks.imported import ImportedTasks
 from ratchet.tuning import context
 
 if TYPE_CHECKING:
     from ratchet.store.operation_records import Rollout
     from ratchet.store.records import Transcript
     from ratchet.store.store import Store
-    from ratchet.trainer.tasks import Task
     from ratchet.tuner.rollouts.diagnosis import Reason
 
 _PATIENCE = 10.0  # seconds
@@ -40,9 +44,6 @@ def task_of(text: str, settings: Settings) -> Task:
 
     Raises UsageError, TaskSetError.
     """
-    from ratchet.trainer.tasks import Task, checked, content_id
-    from ratchet.tuner.tasks.imported import ImportedTasks
-
     row = _object(text)
     if row is None:
         tasks = ImportedTasks(settings.state.tasks).open(text)
@@ -53,25 +54,24 @@ def task_of(text: str, settings: Settings) -> Task:
 
 def _object(text: str) -> dict[str, Any] | None:
     """Parse a JSON object, or a .json file with one; None for anything else."""
-    if text.lstrip().startswith("{"):
-        try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise click.UsageError(f"--task: not JSON: {error}") from error
-        return found if isinstance(found, dict) else None
     file = Path(text)
-    if file.suffix != ".json" or not file.is_file():
+    is_json = text.lstrip().startswith("{")
+    if not is_json and (file.suffix != ".json" or not file.is_file()):
         return None
     try:
-        found = json.loads(file.read_text())
-    except ValueError:
+        found = json.loads(text if is_json else file.read_text())
+    except ValueError as error:
+        if is_json:
+            raise click.UsageError(f"--task: not JSON: {error}") from error
         return None
     return found if isinstance(found, dict) else None
 
 
 def run_checks(settings: Settings, task: Task) -> Iterator[CheckResult]:
     """Yield the results of each step. Raises WorkflowError or JudgeError if the workflow or judge cannot be loaded."""
-    with context.opened(_allow_all_failures(settings)) as tuner_context:
+    attempts = settings.tuner_settings().attempts
+    reporting = settings.model_copy(update={"tuner": {"max_failures": attempts} | settings.tuner})  # of all failures
+    with context.opened(reporting) as tuner_context:
         proxy = _proxy(tuner_context.proxy_url)
         yield proxy
         if not proxy.passed:
@@ -80,7 +80,8 @@ def run_checks(settings: Settings, task: Task) -> Iterator[CheckResult]:
             "doctor", settings.model, {"workflow": tuner_context.tuner.workflow, "task": task.id}
         )
         with tuner_context.lease.acquire(run.id):
-            rollouts = asyncio.run(tuner_context.runner.run(_jobs(task, tuner_context.tuner.attempts), run.id))
+            jobs = [RolloutJob(task, number, candidate="doctor") for number in range(attempts)]
+            rollouts = asyncio.run(tuner_context.runner.run(jobs, run.id))
             rollouts = tuner_context.scorer.score(rollouts)
             transcripts = _transcripts(tuner_context.store, rollouts)
             reasons = _reasons(settings, tuner_context, task, rollouts, transcripts)
@@ -90,37 +91,19 @@ def run_checks(settings: Settings, task: Task) -> Iterator[CheckResult]:
             tuner_context.store.tunings.end(run.id, "done", {"reasons": [reason.seen for reason in reasons]})
 
 
-def _allow_all_failures(settings: Settings) -> Settings:
-    """Return settings under which all attempts may fail: the check reports their failures."""
-    attempts = settings.tuner_settings().attempts
-    return settings.model_copy(update={"tuner": {"max_failures": attempts} | settings.tuner})
-
-
 def _proxy(url: str) -> CheckResult:
     try:
-        httpx.get(
-            f"{url}/health/live", timeout=_PATIENCE, trust_env=False, verify=ssl.create_default_context()
-        ).raise_for_status()
+        call_proxy("GET", f"{url}/health/live", _PATIENCE).raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return CheckResult("proxy", False, f"{url} does not answer like a proxy: {error}", _NO_PROXY)
     return CheckResult("proxy", True, f"{url} answers")
 
 
-def _jobs(task: Task, attempts: int) -> list[Any]:
-    from ratchet.tuner.rollouts.runner import RolloutJob
-
-    return [RolloutJob(task, attempt, candidate="doctor") for attempt in range(attempts)]
-
-
 def _transcripts(store: Store, rollouts: list[Rollout]) -> list[Transcript]:
-    from ratchet.store.errors import RecordNotFound
-
     found = []
     for one in rollouts:
-        try:
+        with contextlib.suppress(RecordNotFound):
             found.append(store.trajectories.read(one.id))
-        except RecordNotFound:
-            continue
     return found
 
 
@@ -131,9 +114,6 @@ def _reasons(
     rollouts: list[Rollout],
     transcripts: list[Transcript],
 ) -> list[Reason]:
-    from ratchet.trainer.rows.token_row import Roles
-    from ratchet.tuner.rollouts import diagnosis
-
     trainer = settings.trainer_settings(
         base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
     )
@@ -182,8 +162,6 @@ def _by_step(reasons: list[Reason], seen: dict[str, str]) -> Iterator[CheckResul
 
 def _drop(store: Store, transcripts: list[Transcript]) -> None:
     """Drop the attempts. A running trainer may have done so already."""
-    from ratchet.store.errors import InvalidTransition
-
     for one in transcripts:
         with contextlib.suppress(InvalidTransition):
             store.trajectories.seal(one.trajectory.id, time.time())

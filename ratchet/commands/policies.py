@@ -94,7 +94,7 @@ def show(
     Example:
       ratchet policies show mail 7
     """
-    from ratchet.status.project_status import format_ramp
+    from ratchet.status import format_ramp
     from ratchet.store.reports.version_reports import describe_release, read_ramp_scores, read_release
 
     alias, version = _named(alias, version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -102,8 +103,6 @@ def reload_agents(context: click.Context, project: str | None, as_json: bool) ->
     Example:
       ratchet reload
     """
-    import dataclasses
-
     from ratchet.supervisor import reload
 
     settings = options.read_settings(context, {"project": project})
@@ -148,7 +147,7 @@ def status(
     """
     settings = options.read_project_settings(context, {"project": project, "store": store, "model": model})
     if tensorboard is not None:
-        from ratchet.status.training_reports import write_tensorboard
+        from ratchet.status import write_tensorboard
 
         settings = options.one_agent(settings)
         click.echo(f"{write_tensorboard(settings, tensorboard)} points: tensorboard --logdir {tensorboard}")
@@ -158,7 +157,7 @@ def status(
         return
     if png is not None:
         raise click.UsageError("--png needs --report")
-    from ratchet.status.project_status import collect_status, status_lines
+    from ratchet.status import collect_status, status_lines
 
     found = collect_status(settings)
     if as_json:
@@ -168,16 +167,16 @@ def status(
 
 
 def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
-    from ratchet.status import training_reports
+    from ratchet.status import read_report, read_tools, report_lines, save_report_plot, tool_lines
     from ratchet.store.reports.learning_report import to_dict
 
-    found, tools = training_reports.read_report(settings), training_reports.read_tools(settings)
+    found, tools = read_report(settings), read_tools(settings)
     if as_json:
         options.print_json(to_dict(found) | {"tools": tools})
     else:
-        click.echo("\n".join([*training_reports.report_lines(found), *training_reports.tool_lines(tools)]))
+        click.echo("\n".join([*report_lines(found), *tool_lines(tools)]))
     if png is not None:
-        training_reports.save_report_plot(found, png)
+        save_report_plot(found, png)
         click.echo(f"plot: {png}", err=True)
 
 
@@ -223,7 +222,7 @@ def doctor(context: click.Context, /, base_model: str | None, task: str | None, 
         if not as_json:
             click.echo(strip_control_characters(finding.line()))
     if as_json:
-        options.print_json([finding.as_data() for finding in findings])
+        options.print_json([dataclasses.asdict(finding) for finding in findings])
     return 1 if any(finding.failed for finding in findings) else 0
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ratchet import status
 from ratchet.settings.load_settings import load
-from ratchet.status import project_status
 from ratchet.store.operation_records import ProxyInstance
 from ratchet.store.store import open_store
 from ratchet.supervisor import pidfile
@@ -102,13 +102,13 @@ def test_the_status_shows_that_an_exited_process_restarts(project: Project, monk
     services = {"vllm": 1, "proxy": 1}
     record = {"pid": os.getpid(), "ready": True, "services": services, "exits": {}}
     (run / "running.json").write_text(json.dumps(record))
-    found = project_status.collect_status(load(project.folder / "ratchet.yaml", environ={}))
+    found = status.collect_status(load(project.folder / "ratchet.yaml", environ={}))
     assert found["services"]["vllm"]["state"] == "restarting"
     assert found["services"]["trainer"]["state"] == "stopped"  # it was never started
-    assert any("exited; `ratchet up` restarts it" in line for line in project_status.status_lines(found))
+    assert any("exited; `ratchet up` restarts it" in line for line in status.status_lines(found))
     given_up = {"vllm": {"count": 6, "reason": "no memory", "given_up": True}}
     (run / "running.json").write_text(json.dumps(record | {"exits": given_up}))
-    found = project_status.collect_status(load(project.folder / "ratchet.yaml", environ={}))
+    found = status.collect_status(load(project.folder / "ratchet.yaml", environ={}))
     assert found["services"]["vllm"]["state"] == "stopped"
     (run / "up.pid").unlink()
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ratchet.checks.memory_check import check_memory, why_no_learner
+from ratchet.checks.doctor import check_memory
+from ratchet.checks.learner_check import why_no_learner
 from ratchet.errors import GpuMemoryTooLow
 from ratchet.settings.load_settings import load
 from ratchet.settings.project_settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ratchet.checks.mixed_batch_check import check_batches
+from ratchet.checks.learner_check import check_batches
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from tests.harness.cli.mixing_engine import MixingEngine
 from tests.harness.proxy.servers import served

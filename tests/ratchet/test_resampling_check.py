@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.checks.resampling_check import check_resampling, is_resampling_enabled
+from ratchet.checks.doctor import check_resampling, is_resampling_enabled
 from ratchet.settings.project_settings import Settings
 from ratchet.store.store import open_store
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.checks.teacher_check import check_teacher, has_teacher
+from ratchet.checks.doctor import check_teacher, has_teacher
 from ratchet.errors import SettingsError
 from ratchet.settings.project_settings import Settings
 from ratchet.trainer.settings.judge_specs import RulerSpec, TeacherSpec

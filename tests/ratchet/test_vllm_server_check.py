@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.checks.vllm_server_check import describe_problem
+from ratchet.checks.doctor import describe_problem
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from tests.harness.json_server import IncomingRequest, JsonServer
 

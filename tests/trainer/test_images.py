@@ -16,7 +16,7 @@ import anthropic
 import openai
 import pytest
 
-from ratchet.status.project_status import status_lines
+from ratchet.status import status_lines
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.images import JudgeImages
 from tests.harness.proxy.running_proxy import Proxy, running

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ratchet.settings.project_settings import Settings
-from ratchet.status.project_status import next_round, next_round_line
+from ratchet.status import next_round, next_round_line
 from ratchet.store.records import Group
 from ratchet.store.states import GroupState
 from ratchet.store.store import Store

