@@ -14,18 +14,16 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many, insert_or_ignore
 from ratchet.store.db.engine import read, write
+from ratchet.store.db.verbs import Verbs, matches
 from ratchet.store.operation_records import Alarm, JobProgress, LeaseHolder, ProxyInstance
-from ratchet.store.records import REQUESTED, row_to
+from ratchet.store.records import REQUESTED
 from ratchet.store.states import FINISH, GroupState, RolloutState, TrajectoryState
 
 # Leases: one owner at a time, while it renews the lease.
 
 
-class Leases:
+class Leases(Verbs):
     """Operations on leases. Owners are names that the caller makes unique, e.g. host, pid and a random part."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def acquire(self, name: str, owner: str, seconds: float) -> bool:
         """Acquire or renew a lease for `seconds`; return False if another owner holds it."""
@@ -41,7 +39,7 @@ class Leases:
     def renew(self, names: Collection[str], owner: str, seconds: float) -> set[str]:
         """Renew those of the leases that `owner` still holds for `seconds`; return their names."""
         table = schema.leases
-        mine = sa.and_(table.c.name.in_(sorted(names)), table.c.owner == owner)
+        mine = matches(table, name=sorted(names), owner=owner)
         with write(self._engine) as connection:
             renewed = sa.update(table).where(mine).values(expires_at=time.time() + seconds)
             return set(connection.scalars(renewed.returning(table.c.name)))
@@ -52,15 +50,11 @@ class Leases:
         current = sa.and_(
             table.c.name >= prefix, table.c.name < f"{prefix}\U0010ffff", table.c.expires_at >= time.time()
         )
-        with read(self._engine) as connection:
-            rows = connection.execute(sa.select(table).where(current).order_by(table.c.name))
-            return [LeaseHolder(row.name, row.owner, row.expires_at) for row in rows]
+        return self._records(LeaseHolder, sa.select(table).where(current).order_by(table.c.name))
 
     def release(self, name: str, owner: str) -> None:
         """Release a lease; no effect if `owner` does not hold it."""
-        table = schema.leases
-        with write(self._engine) as connection:
-            connection.execute(sa.delete(table).where(table.c.name == name, table.c.owner == owner))
+        self._change(sa.delete(schema.leases).where(matches(schema.leases, name=name, owner=owner)))
 
 
 # Running proxies with the versions that they serve, so that the trainer knows when a version has drained.
@@ -69,11 +63,8 @@ PROXY_TIMEOUT_SECONDS = 10.0  # without a heartbeat for this long, a proxy count
 _DELETE_AFTER_SECONDS = 3600.0  # without a heartbeat for this long, its row is deleted
 
 
-class ProxyInstances:
+class ProxyInstances(Verbs):
     """Operations on proxy instances."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def heartbeat(self, instance: ProxyInstance, previous: float = 0.0) -> bool:
         """Store the current state of a proxy; its first one deletes the rows of proxies that stopped long ago.
@@ -104,16 +95,13 @@ class ProxyInstances:
         """
         if self._engine.dialect.name == "sqlite":
             return None
-        with read(self._engine) as connection:
-            started_at: datetime | None = connection.scalar(sa.select(sa.func.pg_postmaster_start_time()))
-            return started_at
+        started_at: datetime | None = self._value(sa.select(sa.func.pg_postmaster_start_time()))
+        return started_at
 
     def running(self, alias: str | None, since: float) -> list[ProxyInstance]:
         """Return the proxies with a heartbeat since then (Unix seconds) that serve an alias, or any."""
         table = schema.proxy_instances
-        with read(self._engine) as connection:
-            rows = connection.execute(sa.select(table).where(table.c.heartbeat_at >= since)).all()
-        instances = [row_to(ProxyInstance, row) for row in rows]
+        instances = self._records(ProxyInstance, sa.select(table).where(table.c.heartbeat_at >= since))
         return [instance for instance in instances if alias is None or alias in instance.live_versions]
 
     def shipped_until(self, alias: str | None, now: float, since: float) -> float:
@@ -125,30 +113,19 @@ class ProxyInstances:
 
     def remove(self, instance_id: str) -> None:
         """Delete a proxy that has stopped."""
-        with write(self._engine) as connection:
-            connection.execute(sa.delete(schema.proxy_instances).where(schema.proxy_instances.c.id == instance_id))
+        self._change(sa.delete(schema.proxy_instances).where(schema.proxy_instances.c.id == instance_id))
 
 
 # Alarms: conditions that need a person. Raising one again increments its count; a cleared one stays readable.
 
 
-class Alarms:
+class Alarms(Verbs):
     """Operations on alarms."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def raise_(self, name: str, reason: str) -> None:
         """Raise an alarm; if it is active, increment its count and update its reason."""
         table, now = schema.alarms, time.time()
-        row = {
-            "name": name,
-            "reason": reason,
-            "raised_at": now,
-            "last_raised_at": now,
-            "count": 0,
-            "cleared_at": None,
-        }
+        row = {"name": name, "reason": reason, "raised_at": now, "last_raised_at": now, "count": 0, "cleared_at": None}
         raised_at = sa.case((table.c.cleared_at.is_not(None), now), else_=table.c.raised_at)
         with write(self._engine) as connection:
             insert_or_ignore(connection, table, [row])
@@ -164,12 +141,8 @@ class Alarms:
         """Clear alarms; no effect on those that are not active."""
         table = schema.alarms
         active = sa.and_(table.c.name.in_(names), table.c.cleared_at.is_(None))
-        with read(self._engine) as connection:  # most are not, and a reader waits for nobody
-            found = list(connection.scalars(sa.select(table.c.name).where(active)))
-        if not found:
-            return
-        with write(self._engine) as connection:
-            connection.execute(sa.update(table).where(active).values(cleared_at=time.time()))
+        if self._values(sa.select(table.c.name).where(active)):  # most are not, and a reader waits for nobody
+            self._change(sa.update(table).where(active).values(cleared_at=time.time()))
 
     def unsent(self, now: float, quiet_seconds: float) -> list[Alarm]:
         """Return the alarms whose raising or clearing was not sent, oldest first.
@@ -187,20 +160,15 @@ class Alarms:
         )
         cleared = sa.and_(table.c.sent_at >= table.c.raised_at, table.c.sent_at < table.c.cleared_at)
         query = sa.select(table).where(sa.or_(raised, cleared)).order_by(table.c.last_raised_at, table.c.name)
-        with read(self._engine) as connection:
-            return [row_to(Alarm, row) for row in connection.execute(query)]
+        return self._records(Alarm, query)
 
     def mark_sent(self, alarm: Alarm, now: float) -> None:
         """Record that an alarm was sent as it was read; a change since then is sent as well."""
         table = schema.alarms
         changed_at = alarm.raised_at if alarm.cleared_at is None else alarm.cleared_at
-        with write(self._engine) as connection:
-            connection.execute(
-                sa.update(table)
-                .where(table.c.name == alarm.name, table.c.raised_at == alarm.raised_at)
-                .where(table.c.cleared_at.is_not_distinct_from(alarm.cleared_at))
-                .values(sent_at=max(now, changed_at))
-            )
+        same = matches(table, name=alarm.name, raised_at=alarm.raised_at)
+        as_read = sa.update(table).where(same, table.c.cleared_at.is_not_distinct_from(alarm.cleared_at))
+        self._change(as_read.values(sent_at=max(now, changed_at)))
 
     def active(self) -> list[Alarm]:
         """Return the alarms that are not cleared, newest first."""
@@ -208,10 +176,7 @@ class Alarms:
 
     def all(self) -> list[Alarm]:
         """Return all alarms, including cleared ones, the latest first."""
-        table = schema.alarms
-        with read(self._engine) as connection:
-            rows = connection.execute(sa.select(table).order_by(table.c.last_raised_at.desc())).all()
-        return [row_to(Alarm, row) for row in rows]
+        return self._records(Alarm, sa.select(schema.alarms).order_by(schema.alarms.c.last_raised_at.desc()))
 
 
 # Activity: one query that tells for all agents whether a trainer that waits would find something to do.
@@ -250,11 +215,11 @@ def has_grown(before: AgentActivity, after: AgentActivity) -> bool:
     return any(kind not in before or value > before[kind] for kind, value in after.items() if kind not in _WAITING)
 
 
-class Activity:
+class Activity(Verbs):
     """What has happened lately, by agent."""
 
     def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._query = _query()
 
     def read(self, idle_seconds: float) -> dict[str, AgentActivity]:
@@ -323,31 +288,23 @@ def _newest(kind: ActivityKind, table: sa.Table, column: sa.ColumnElement[Any]) 
 
 # Job progress: how far each long phase of a trainer is, one row per alias and phase. For display only.
 
-_VALUES = ("done", "total", "seconds", "means", "ended", "updated_at")  # columns that change
 
-
-class JobProgressVerbs:
+class JobProgressVerbs(Verbs):
     """Operations on job progress."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def update(self, progress: Sequence[JobProgress]) -> None:
         """Replace the progress of some phases, in one transaction."""
         rows = [msgspec.structs.asdict(one) | {"means": dict(one.means)} for one in progress]
-        new = [{"of": row["alias"], "named": row["phase"]} | {f"new_{n}": row[n] for n in _VALUES} for row in rows]
         table = schema.job_progress
-        mine = sa.and_(table.c.alias == sa.bindparam("of"), table.c.phase == sa.bindparam("named"))
-        change = sa.update(table).where(mine).values({name: sa.bindparam(f"new_{name}") for name in _VALUES})
+        new = {column: sa.bindparam(f"new_{column.name}") for column in table.c if not column.primary_key}
+        mine = matches(table, alias=sa.bindparam("new_alias"), phase=sa.bindparam("new_phase"))
         with write(self._engine) as connection:
             insert_or_ignore(connection, table, rows)
-            execute_many(connection, change, new)
+            renamed = [{f"new_{name}": value for name, value in row.items()} for row in rows]
+            execute_many(connection, sa.update(table).where(mine).values(new), renamed)
 
     def all(self, alias: str | None = None) -> list[JobProgress]:
         """Return the progress of one alias or of all, the latest update first."""
-        query = sa.select(schema.job_progress).where(
-            sa.true() if alias is None else schema.job_progress.c.alias == alias
-        )
-        with read(self._engine) as connection:
-            rows = connection.execute(query.order_by(schema.job_progress.c.updated_at.desc())).all()
-        return [row_to(JobProgress, row) for row in rows]
+        table = schema.job_progress
+        query = sa.select(table).where(matches(table, alias=alias)).order_by(table.c.updated_at.desc())
+        return self._records(JobProgress, query)

@@ -16,6 +16,7 @@ from ratchet.store.calls.trajectory_filter import TrajectoryFilter, ids_with_suc
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
+from ratchet.store.db.verbs import Verbs, matches
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.ids import new_id
 from ratchet.store.operation_records import AffectedVersion, Deletion
@@ -45,9 +46,7 @@ def versions_trained_by(connection: sa.Connection, rounds: Collection[str]) -> t
     if not rounds:
         return ()
     table = schema.rounds
-    made = sa.select(table.c.alias, table.c.to_version).where(
-        table.c.id.in_(rounds), table.c.state == RoundState.COMMITTED
-    )
+    made = sa.select(table.c.alias, table.c.to_version).where(matches(table, id=rounds, state=RoundState.COMMITTED))
     return _inheritors(connection, {(row.alias, row.to_version) for row in connection.execute(made)})
 
 
@@ -142,16 +141,12 @@ _NOTICED_AFTER = 3.0  # seconds until every running proxy has noticed a deletion
 _PROXY_TIMEOUT = 10.0  # seconds without a heartbeat after which a proxy counts as stopped
 
 
-class Deletions:
+class Deletions(Verbs):
     """Operations on deletions."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def count(self, selection: TrajectoryFilter) -> int:
         """Return the number of trajectories that `delete` would delete."""
-        with read(self._engine) as connection:
-            return int(connection.scalar(sa.select(sa.func.count()).select_from(_selected(selection))) or 0)
+        return int(self._value(sa.select(sa.func.count()).select_from(_selected(selection))))
 
     def calls_in_flight(self, selection: TrajectoryFilter, since: float) -> int:
         """Return the number of calls that started after `since` and have no end, whose ends would be stored again."""
@@ -161,8 +156,7 @@ class Deletions:
             calls.c.state == CallState.STARTED,
             calls.c.started_at > since,
         )
-        with read(self._engine) as connection:
-            return int(connection.scalar(query) or 0)
+        return int(self._value(query))
 
     def versions_trained_on(self, selection: TrajectoryFilter) -> tuple[AffectedVersion, ...]:
         """Return the versions that were trained on selected trajectories, in order."""
@@ -207,14 +201,12 @@ class Deletions:
 
     def latest(self) -> float:
         """Return the time of the latest deletion (Unix seconds), or 0. Every deletion changes it."""
-        with read(self._engine) as connection:
-            return float(connection.scalar(sa.select(sa.func.max(schema.deletions.c.updated_at))) or 0.0)
+        return float(self._value(sa.select(sa.func.max(schema.deletions.c.updated_at))) or 0.0)
 
     def all(self, limit: int = 100) -> list[Deletion]:
         """Return the latest deletions, newest first."""
         table = schema.deletions
-        with read(self._engine) as connection:
-            rows = connection.execute(sa.select(table).order_by(table.c.id.desc()).limit(limit)).all()
+        rows = self._rows(sa.select(table).order_by(table.c.id.desc()).limit(limit))
         return [msgspec.convert({str(k): v for k, v in row._mapping.items()}, Deletion) for row in rows]
 
     def sweep(self, timeout_seconds: float) -> int:
@@ -236,12 +228,8 @@ class Deletions:
         """Yield the selected trajectories in batches, with their successors."""
         trajectories, last = schema.trajectories, ""
         while True:
-            page = (
-                sa.select(trajectories.c.id)
-                .where(selection.where(), trajectories.c.id > last)
-                .order_by(trajectories.c.id)
-                .limit(_BATCH)
-            )
+            page = sa.select(trajectories.c.id).where(selection.where(), trajectories.c.id > last)
+            page = page.order_by(trajectories.c.id).limit(_BATCH)
             with read(self._engine) as connection:
                 names = list(connection.scalars(page))
                 whole = sorted(connection.scalars(ids_with_successors(trajectories.c.id.in_(names)))) if names else []
@@ -251,16 +239,14 @@ class Deletions:
             yield whole
 
     def _orphan_candidate_count(self) -> int:
-        with read(self._engine) as connection:
-            return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.orphan_candidates)) or 0)
+        return int(self._value(sa.select(sa.func.count()).select_from(schema.orphan_candidates)))
 
     def _proxies_know(self, since: float, until: float) -> bool:
         """Wait until every running proxy has shipped what it recorded before `since`; return whether all have."""
         instances = schema.proxy_instances
         query = sa.select(sa.func.min(instances.c.shipped_until))
         while True:
-            with read(self._engine) as connection:
-                oldest = connection.scalar(query.where(instances.c.heartbeat_at > time.time() - _PROXY_TIMEOUT))
+            oldest = self._value(query.where(instances.c.heartbeat_at > time.time() - _PROXY_TIMEOUT))
             if oldest is None or oldest >= since:
                 return True
             if time.monotonic() > until:
@@ -328,7 +314,7 @@ def _drop_groups(connection: sa.Connection, groups: Sequence[str], leaving: Sequ
     """Drop untrained groups with their remaining members; return the number of groups."""
     table, trajectories = schema.groups, schema.trajectories
     waiting = (GroupState.READY, GroupState.JUDGED)
-    drop = sa.update(table).where(table.c.id.in_(groups), table.c.state.in_(waiting)).returning(table.c.id)
+    drop = sa.update(table).where(matches(table, id=groups, state=waiting)).returning(table.c.id)
     dropped = list(connection.scalars(drop.values(state=GroupState.DROPPED, drop_reason=DropReason.MEMBER_DELETED)))
     connection.execute(
         sa.update(trajectories)

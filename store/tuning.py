@@ -13,7 +13,8 @@ import sqlalchemy as sa
 from ratchet.store.coordination import Leases
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore, truncate_row
-from ratchet.store.db.engine import read, write
+from ratchet.store.db.engine import write
+from ratchet.store.db.verbs import MAX_PAGE, Verbs, chunks, matches
 from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.operation_records import Rollout, TaskRow, Tuning
@@ -32,11 +33,8 @@ from ratchet.store.states import (
 # The reader of a task set derives the id of a task from its content.
 
 
-class TaskRows:
+class TaskRows(Verbs):
     """Operations on tasks."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def register(self, rows: Iterable[TaskRow]) -> None:
         """Store tasks; known ids are ignored. Raises InvalidRecord."""
@@ -47,9 +45,7 @@ class TaskRows:
 
     def get(self, task_id: str) -> TaskRow | None:
         """Return a task; None if it is unknown."""
-        with read(self._engine) as connection:
-            row = connection.execute(sa.select(schema.tasks).where(schema.tasks.c.id == task_id)).one_or_none()
-        return None if row is None else row_to(TaskRow, row)
+        return next(iter(self._records(TaskRow, sa.select(schema.tasks).where(schema.tasks.c.id == task_id))), None)
 
 
 def row_of(connection: sa.Connection, task_id: str | None) -> Mapping[str, Any] | None:
@@ -74,11 +70,8 @@ RUN_LEASE = "tuning:"  # and the run's id: the lease of the process that runs it
 _NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
 
 
-class Tunings:
+class Tunings(Verbs):
     """Operations on tunings."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def begin(self, kind: str, alias: str, config: Mapping[str, Any]) -> Tuning:
         """Start a run."""
@@ -90,15 +83,13 @@ class Tunings:
             config=dict(config),
             started_at=time.time(),
         )
-        row = {name: getattr(tuning, name) for name in Tuning.__struct_fields__}
-        with write(self._engine) as connection:
-            connection.execute(sa.insert(schema.tunings).values(**row))
+        self._change(sa.insert(schema.tunings).values(**msgspec.structs.asdict(tuning)))
         return tuning
 
     def update(self, tuning_id: str, result: Mapping[str, Any]) -> None:
         """Store the progress of a run. Raises RecordNotFound, and InvalidTransition if it is not running."""
         with write(self._engine) as connection:
-            self._change(connection, tuning_id, TuningState.RUNNING, result=dict(result))
+            _change(connection, tuning_id, TuningState.RUNNING, result=dict(result))
 
     def end(
         self, tuning_id: str, state: str, result: Mapping[str, Any] | None = None, error: str | None = None
@@ -111,9 +102,7 @@ class Tunings:
             error = error or "no reason was given"
         error = None if error is None else error.replace("\0", "\ufffd")
         with write(self._engine) as connection:
-            self._change(
-                connection, tuning_id, TuningState.RUNNING, state=new, error=error, ended_at=time.time(), **changes
-            )
+            _change(connection, tuning_id, TuningState.RUNNING, state=new, error=error, ended_at=time.time(), **changes)
             abandon(connection, tuning_id)
         return self.get(tuning_id)
 
@@ -128,52 +117,48 @@ class Tunings:
         if state is not TuningState.RUNNING:
             check_transition(TUNING_TRANSITIONS, state, TuningState.RUNNING, f"tuning {tuning_id}")
         with write(self._engine) as connection:
-            self._change(connection, tuning_id, state, state=TuningState.RUNNING, error=None, ended_at=None)
+            _change(connection, tuning_id, state, state=TuningState.RUNNING, error=None, ended_at=None)
             abandon(connection, tuning_id)
         return self.get(tuning_id)
 
     def get(self, tuning_id: str) -> Tuning:
         """Return a run. Raises RecordNotFound."""
-        found = self._select(schema.tunings.c.id == tuning_id, 1)
-        if not found:
-            raise RecordNotFound(_NO_TUNING.format(tuning_id))
-        return found[0]
+        return self._one(
+            Tuning, sa.select(schema.tunings).where(schema.tunings.c.id == tuning_id), _NO_TUNING.format(tuning_id)
+        )
 
     def page(
         self, kind: str | None = None, limit: int = 100, before: str | None = None, state: str | None = None
     ) -> list[Tuning]:
         """Return at most `limit` runs older than the id `before`, newest first; the doctor's only with that `kind`."""
-        where = [schema.tunings.c.kind == kind if kind else schema.tunings.c.kind != TuningKind.DOCTOR]
-        where += [schema.tunings.c.state == state] if state else []
-        where += [schema.tunings.c.id < before] if before else []
-        return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
+        table = schema.tunings
+        chosen = table.c.kind == kind if kind else table.c.kind != TuningKind.DOCTOR
+        query = sa.select(table).where(chosen, matches(table, state=state or None)).order_by(table.c.id.desc())
+        query = query.where(table.c.id < before) if before else query
+        return self._records(Tuning, query.limit(min(limit, MAX_PAGE)))
 
     def led(self) -> set[str]:
         """Return the ids of the runs that a process runs now; any other run in progress was interrupted."""
         return {one.name.removeprefix(RUN_LEASE) for one in Leases(self._engine).holders(RUN_LEASE)}
 
-    def _change(self, connection: sa.Connection, tuning_id: str, old: TuningState, **values: Any) -> None:
-        mine = sa.and_(schema.tunings.c.id == tuning_id, schema.tunings.c.state == old)
-        if connection.execute(sa.update(schema.tunings).where(mine).values(**values)).rowcount:
-            return
-        state = connection.scalar(sa.select(schema.tunings.c.state).where(schema.tunings.c.id == tuning_id))
-        if state is None:
-            raise RecordNotFound(_NO_TUNING.format(tuning_id))
-        raise InvalidTransition(f"tuning {tuning_id} is {state} by now, not {old}")
 
-    def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Tuning]:
-        query = sa.select(schema.tunings).where(where).order_by(schema.tunings.c.id.desc()).limit(limit)
-        with read(self._engine) as connection:
-            return [row_to(Tuning, row) for row in connection.execute(query)]
+def _change(connection: sa.Connection, tuning_id: str, old: TuningState, **values: Any) -> None:
+    table = schema.tunings
+    if connection.execute(sa.update(table).where(matches(table, id=tuning_id, state=old)).values(**values)).rowcount:
+        return
+    state = connection.scalar(sa.select(table.c.state).where(table.c.id == tuning_id))
+    if state is None:
+        raise RecordNotFound(_NO_TUNING.format(tuning_id))
+    raise InvalidTransition(f"tuning {tuning_id} is {state} by now, not {old}")
 
 
 def is_rollout_in_progress(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
     """Return the condition that a trajectory is a planned rollout of a running tuning."""
     return sa.exists().where(
         schema.rollouts.c.id == trajectory_id,
-        schema.rollouts.c.state == RolloutState.PLANNED,
+        matches(schema.rollouts, state=RolloutState.PLANNED),
         schema.tunings.c.id == schema.rollouts.c.tuning_id,
-        schema.tunings.c.state == TuningState.RUNNING,
+        matches(schema.tunings, state=TuningState.RUNNING),
     )
 
 
@@ -190,18 +175,14 @@ _ENDS = (
 ERASED = "erased"  # in place of text that may quote a deleted trajectory
 
 
-class Rollouts:
+class Rollouts(Verbs):
     """Operations on rollouts."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def plan(self, planned: Sequence[Rollout]) -> None:
         """Store planned rollouts; known ids are ignored."""
-        rows = [_truncate(_row(rollout)) for rollout in planned]
-        for start in range(0, len(rows), MAX_IN_VALUES):
+        for rows in chunks([_truncate(_row(rollout)) for rollout in planned]):
             with write(self._engine) as connection:
-                insert_or_ignore(connection, schema.rollouts, rows[start : start + MAX_IN_VALUES])
+                insert_or_ignore(connection, schema.rollouts, rows)
 
     def end(
         self,
@@ -216,10 +197,10 @@ class Rollouts:
         completion_tokens: int = 0,
     ) -> Rollout:
         """Record that the workflow returned. Raises InvalidTransition if it has ended, RecordNotFound."""
-        tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-        result = {"response": response, "reward": reward, "metrics": dict(metrics or {})}
-        times = {"started_at": started_at, "ended_at": ended_at}
-        return self._end(rollout_id, RolloutState.ENDED, {**times, **result, **tokens})
+        return self._end(
+            rollout_id, RolloutState.ENDED, started_at=started_at, ended_at=ended_at, response=response, reward=reward,
+            metrics=dict(metrics or {}), prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
+        )  # fmt: skip
 
     def fail(
         self,
@@ -232,33 +213,29 @@ class Rollouts:
         completion_tokens: int = 0,
     ) -> Rollout:
         """Record the failure of the workflow. Raises InvalidTransition if it has ended, RecordNotFound."""
-        tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-        values = {"failure": failure, "started_at": started_at, "ended_at": ended_at}
-        return self._end(rollout_id, RolloutState.FAILED, {**values, **tokens})
+        return self._end(
+            rollout_id, RolloutState.FAILED, failure=failure, started_at=started_at, ended_at=ended_at,
+            prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
+        )  # fmt: skip
 
     def score(self, rollout_id: str, score: float | None, judge: str, judge_failure: str | None = None) -> Rollout:
         """Store a judge's score or failure, in place of an earlier one. Raises RecordNotFound."""
         if (score is None) == (judge_failure is None):
             raise InvalidTransition(f"rollout {rollout_id}: a judge gives either a score or a failure")
         values = _truncate({"score": score, "judge": judge, "judge_failure": judge_failure})
-        with write(self._engine) as connection:
-            connection.execute(sa.update(schema.rollouts).where(schema.rollouts.c.id == rollout_id).values(**values))
+        self._change(sa.update(schema.rollouts).where(schema.rollouts.c.id == rollout_id).values(**values))
         return self.get(rollout_id)
 
     def count_tokens(self, rollout_ids: Sequence[str]) -> None:
         """Store the token counts of these rollouts, from the calls shipped so far."""
         sums = {name: _summed(schema.calls.c[name]) for name in ("prompt_tokens", "completion_tokens")}
-        for start in range(0, len(rollout_ids), MAX_IN_VALUES):
-            mine = schema.rollouts.c.id.in_(rollout_ids[start : start + MAX_IN_VALUES])
-            with write(self._engine) as connection:
-                connection.execute(sa.update(schema.rollouts).where(mine).values(**sums))
+        for names in chunks(rollout_ids):
+            self._change(sa.update(schema.rollouts).where(schema.rollouts.c.id.in_(names)).values(**sums))
 
     def get(self, rollout_id: str) -> Rollout:
         """Return a rollout. Raises RecordNotFound."""
-        found = self._select(schema.rollouts.c.id == rollout_id)
-        if not found:
-            raise RecordNotFound(f"no rollout {rollout_id}")
-        return found[0]
+        query = sa.select(schema.rollouts).where(schema.rollouts.c.id == rollout_id)
+        return self._one(Rollout, query, f"no rollout {rollout_id}")
 
     def of_trajectories(self, trajectory_ids: Sequence[str]) -> dict[str, Rollout]:
         """Return the rollouts among these trajectories, by id."""
@@ -267,13 +244,11 @@ class Rollouts:
     def abandoned(self, trajectory_ids: Sequence[str]) -> set[str]:
         """Return the trajectories of abandoned rollouts, including their successors."""
         origins = {name: name.partition("~")[0] for name in trajectory_ids}
-        named = sorted(set(origins.values()))
+        table = schema.rollouts
         found: set[str] = set()
-        for start in range(0, len(named), MAX_IN_VALUES):
-            some = schema.rollouts.c.id.in_(named[start : start + MAX_IN_VALUES])
-            query = sa.select(schema.rollouts.c.id).where(some, schema.rollouts.c.state == RolloutState.ABANDONED)
-            with read(self._engine) as connection:
-                found |= set(connection.scalars(query))
+        for names in chunks(sorted(set(origins.values()))):
+            mine = matches(table, id=names, state=RolloutState.ABANDONED)
+            found |= set(self._values(sa.select(table.c.id).where(mine)))
         return {name for name, origin in origins.items() if origin in found}
 
     def of_tuning(self, tuning_id: str, candidate: str | None = None, *, responses: bool = False) -> list[Rollout]:
@@ -281,27 +256,23 @@ class Rollouts:
 
         Responses, which may have megabytes, are left out unless `responses` is True.
         """
-        mine = schema.rollouts.c.tuning_id == tuning_id
-        return self._select(
-            mine if candidate is None else sa.and_(mine, schema.rollouts.c.candidate == candidate), responses
-        )
+        return self._select(matches(schema.rollouts, tuning_id=tuning_id, candidate=candidate), responses)
 
     def training_outcomes(self, tuning_id: str, candidate: str) -> dict[str, int]:
         """Return how many trajectories of a candidate's rollouts have each drop reason, or else each state."""
         table, runs = schema.rollouts, schema.trajectories
         outcome = sa.func.coalesce(runs.c.drop_reason, runs.c.state)
         query = sa.select(outcome, sa.func.count()).select_from(table.join(runs, runs.c.id == table.c.id))
-        query = query.where(table.c.tuning_id == tuning_id, table.c.candidate == candidate)
-        with read(self._engine) as connection:
-            return {str(name): int(count) for name, count in connection.execute(query.group_by(outcome))}
+        query = query.where(matches(table, tuning_id=tuning_id, candidate=candidate)).group_by(outcome)
+        return {str(name): int(count) for name, count in self._rows(query)}
 
     def awaited_versions(self, alias: str, since: float) -> set[int]:
         """Return the versions of an alias that rollouts planned since then still need."""
-        model = schema.rollouts.c.model
-        query = sa.select(model).distinct()
-        query = query.where(schema.rollouts.c.state == RolloutState.PLANNED, schema.rollouts.c.planned_at > since)
-        with read(self._engine) as connection:
-            found = [str(name).rpartition("@") for name in connection.scalars(query.where(model.is_not(None)))]
+        table = schema.rollouts
+        planned = (matches(table, state=RolloutState.PLANNED), table.c.planned_at > since, table.c.model.is_not(None))
+        found = [
+            str(name).rpartition("@") for name in self._values(sa.select(table.c.model).distinct().where(*planned))
+        ]
         return {int(version) for name, _, version in found if name == alias and version.isdecimal()}
 
     def end_all(self, over: Sequence[Rollout]) -> None:
@@ -311,12 +282,12 @@ class Rollouts:
         """
         with write(self._engine) as connection:
             for rollout in over:
-                mine = sa.and_(schema.rollouts.c.id == rollout.id, schema.rollouts.c.state == RolloutState.PLANNED)
+                mine = matches(schema.rollouts, id=rollout.id, state=RolloutState.PLANNED)
                 values = _truncate({name: _row(rollout)[name] for name in _ENDS})
                 if not connection.execute(sa.update(schema.rollouts).where(mine).values(**values)).rowcount:
                     raise InvalidTransition(f"rollout {rollout.id} is unknown, or was ended by another process")
 
-    def _end(self, rollout_id: str, state: RolloutState, values: dict[str, Any]) -> Rollout:
+    def _end(self, rollout_id: str, state: RolloutState, **values: Any) -> Rollout:
         planned = self.get(rollout_id)
         check_transition(ROLLOUT_TRANSITIONS, planned.state, state, f"rollout {rollout_id}")
         self.end_all([msgspec.structs.replace(planned, state=state, **values)])
@@ -328,31 +299,22 @@ class Rollouts:
             for c in schema.rollouts.c
         ]
         query = sa.select(*columns).where(where).order_by(schema.rollouts.c.planned_at, schema.rollouts.c.id)
-        with read(self._engine) as connection:
-            return [row_to(Rollout, row) for row in connection.execute(query)]
+        return self._records(Rollout, query)
 
 
 def abandon(connection: sa.Connection, tuning_id: str) -> None:
     """Abandon the planned rollouts of a run."""
-    planned = sa.and_(schema.rollouts.c.tuning_id == tuning_id, schema.rollouts.c.state == RolloutState.PLANNED)
-    gone = {"state": RolloutState.ABANDONED, "ended_at": time.time()}
-    connection.execute(sa.update(schema.rollouts).where(planned).values(**gone))
+    planned = sa.update(schema.rollouts).where(
+        matches(schema.rollouts, tuning_id=tuning_id, state=RolloutState.PLANNED)
+    )
+    connection.execute(planned.values(state=RolloutState.ABANDONED, ended_at=time.time()))
 
 
 def workflow_result_of(connection: sa.Connection, trajectory_id: str) -> tuple[str | None, WorkflowResult | None]:
     """Return the task and the workflow result of a trajectory's rollout; (None, None) if it has none."""
-    columns = (
-        schema.rollouts.c.task_id,
-        schema.rollouts.c.response,
-        schema.rollouts.c.reward,
-        schema.rollouts.c.failure,
-        schema.rollouts.c.tuning_id,
-    )
-    row = connection.execute(sa.select(*columns).where(schema.rollouts.c.id == trajectory_id)).one_or_none()
-    if row is None:
-        return None, None
-    returned = WorkflowResult(response=row.response, reward=row.reward, failure=row.failure, tuning_id=row.tuning_id)
-    return row.task_id, returned
+    query = sa.select(schema.rollouts).where(schema.rollouts.c.id == trajectory_id)
+    row = connection.execute(query).one_or_none()
+    return (None, None) if row is None else (row.task_id, row_to(WorkflowResult, row))
 
 
 def _truncate(values: dict[str, Any]) -> dict[str, Any]:
@@ -371,18 +333,10 @@ def _summed(column: sa.ColumnElement[Any]) -> sa.ScalarSelect[Any]:
 
 def erase_content(connection: sa.Connection, trajectory_ids: Sequence[str]) -> None:
     """Erase the content of deleted trajectories from their rollouts; the rows and scores stay."""
-    texts = {
-        "failure": _unless_null(schema.rollouts.c.failure),
-        "judge_failure": _unless_null(schema.rollouts.c.judge_failure),
-    }
-    mine = schema.rollouts.c.id.in_(trajectory_ids)
-    connection.execute(sa.update(schema.rollouts).where(mine).values(response=None, **texts))
-
-
-def _unless_null(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
-    return sa.case((column.is_not(None), ERASED), else_=None)
+    table = schema.rollouts
+    texts = {name: sa.case((table.c[name].is_not(None), ERASED), else_=None) for name in ("failure", "judge_failure")}
+    connection.execute(sa.update(table).where(table.c.id.in_(trajectory_ids)).values(response=None, **texts))
 
 
 def _row(rollout: Rollout) -> dict[str, Any]:
-    row = {name: getattr(rollout, name) for name in Rollout.__struct_fields__}
-    return row | {"scenario": dict(rollout.scenario), "metrics": dict(rollout.metrics)}
+    return msgspec.structs.asdict(rollout) | {"scenario": dict(rollout.scenario), "metrics": dict(rollout.metrics)}

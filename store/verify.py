@@ -18,9 +18,9 @@ from ratchet.store.calls.message_paths import unnamed_messages
 from ratchet.store.calls.prompt_blocks import block_digests
 from ratchet.store.content.messages import ROOT, is_intact, is_intact_toolset
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.column_types import NOT_DECODED, Body, Ids, decompress_token_ids, unpack_body
 from ratchet.store.db.engine import connect, ensure_schema, read
+from ratchet.store.db.verbs import chunks
 from ratchet.store.errors import RecordDamaged
 from ratchet.store.policies.prompts import prompt_id
 from ratchet.store.records import MessageNode, Record
@@ -52,11 +52,8 @@ def _undecoded(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
 
 def existing_values(connection: sa.Connection, column: sa.Column[str], values: Collection[str]) -> set[str]:
     """Return the values that occur in a column."""
-    ordered, found = sorted(values), set()
-    for start in range(0, len(ordered), MAX_IN_VALUES):
-        chunk = ordered[start : start + MAX_IN_VALUES]
-        found |= set(connection.scalars(sa.select(column).where(column.in_(chunk))))
-    return found
+    queries = [sa.select(column).where(column.in_(some)) for some in chunks(sorted(values))]
+    return {value for query in queries for value in connection.scalars(query)}
 
 
 # Checks messages and tool lists: they decode, match their hash, and have a reference.
@@ -147,11 +144,8 @@ def _strangers(connection: sa.Connection, call_ids: Sequence[str]) -> dict[str, 
     calls, runs = schema.calls, schema.trajectories
     query = sa.select(calls.c.id, runs.c.alias).join(runs, runs.c.id == calls.c.trajectory_id)
     query = query.where(runs.c.alias != calls.c.alias)
-    found: dict[str, str] = {}
-    for start in range(0, len(call_ids), MAX_IN_VALUES):
-        rows = connection.execute(query.where(calls.c.id.in_(call_ids[start : start + MAX_IN_VALUES])))
-        found |= {row.id: row.alias for row in rows}
-    return found
+    rows = connection.execute(query.where(calls.c.id.in_(call_ids)))  # of one page
+    return {row.id: row.alias for row in rows}
 
 
 def _state(name: str, row: Any, own: Sequence[Any]) -> Iterator[Violation]:

@@ -11,7 +11,8 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
-from ratchet.store.db.engine import read, write
+from ratchet.store.db.engine import write
+from ratchet.store.db.verbs import Verbs, matches
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.operation_records import AuditEntry, Key
@@ -29,11 +30,8 @@ CHANGEABLE = (
 )  # fmt: skip
 
 
-class Keys:
+class Keys(Verbs):
     """Operations on keys."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def create(
         self,
@@ -77,30 +75,20 @@ class Keys:
             tokens_per_day=tokens_per_day,
             tokens_per_month=tokens_per_month,
         )
-        row = {field: getattr(key, field) for field in Key.__struct_fields__}
-        with write(self._engine) as connection:
-            connection.execute(sa.insert(schema.keys).values(**row))
+        self._change(sa.insert(schema.keys).values(**msgspec.structs.asdict(key)))
         return key
 
     def all(self) -> list[Key]:
         """Return all keys, including revoked ones, oldest first."""
-        with read(self._engine) as connection:
-            rows = connection.execute(sa.select(schema.keys).order_by(schema.keys.c.id)).all()
-        return [_key(row) for row in rows]
+        return [_key(row) for row in self._rows(sa.select(schema.keys).order_by(schema.keys.c.id))]
 
     def revoke(self, key_id: str) -> Key:
         """Revoke a key; revoking it again changes nothing. Raises RecordNotFound."""
         table = schema.keys
+        valid = sa.update(table).where(table.c.id == key_id, table.c.revoked_at.is_(None))
         with write(self._engine) as connection:
-            connection.execute(
-                sa.update(table)
-                .where(table.c.id == key_id, table.c.revoked_at.is_(None))
-                .values(revoked_at=time.time())
-            )
-            row = connection.execute(sa.select(table).where(table.c.id == key_id)).one_or_none()
-        if row is None:
-            raise RecordNotFound(f"no key {key_id}; `ratchet keys list` shows the ids")
-        return _key(row)
+            connection.execute(valid.values(revoked_at=time.time()))
+            return _get(connection, key_id)
 
     def update(self, key_id: str, **limits: Any) -> Key:
         """Change limits of an agent's key, or when a key expires; None: no limit. Raises RecordNotFound.
@@ -112,22 +100,23 @@ class Keys:
         if unknown or not limits:
             raise InvalidTransition(f"of a key, these can change: {', '.join(CHANGEABLE)}")
         with write(self._engine) as connection:
-            row = connection.execute(sa.select(table).where(table.c.id == key_id)).one_or_none()
-            if row is not None and row.revoked_at is not None:
-                raise InvalidTransition(f"key {key_id} ({row.name}) is revoked, for good: create another one")
-            if row is not None and row.scope != KeyScope.AGENT and limits.keys() != {"expires_at"}:
+            key = _get(connection, key_id)
+            if key.revoked_at is not None:
+                raise InvalidTransition(f"key {key_id} ({key.name}) is revoked, for good: create another one")
+            if key.scope is not KeyScope.AGENT and limits.keys() != {"expires_at"}:
                 raise InvalidTransition("an operator's key has no limits: only its expiry can change")
             connection.execute(sa.update(table).where(table.c.id == key_id).values(**limits))
-            row = connection.execute(sa.select(table).where(table.c.id == key_id)).one_or_none()
-        if row is None:
-            raise RecordNotFound(f"no key {key_id}; `ratchet keys list` shows the ids")
-        return _key(row)
+            return _get(connection, key_id)
 
     def record_use(self, key_ids: Collection[str], at: float) -> None:
         """Record when keys were last used (Unix seconds, approximate)."""
-        table = schema.keys
-        with write(self._engine) as connection:
-            connection.execute(sa.update(table).where(table.c.id.in_(key_ids)).values(last_used_at=at))
+        self._change(sa.update(schema.keys).where(schema.keys.c.id.in_(key_ids)).values(last_used_at=at))
+
+
+def _get(connection: sa.Connection, key_id: str) -> Key:
+    for row in connection.execute(sa.select(schema.keys).where(schema.keys.c.id == key_id)):
+        return _key(row)
+    raise RecordNotFound(f"no key {key_id}; `ratchet keys list` shows the ids")
 
 
 def _key(row: Any) -> Key:
@@ -144,11 +133,8 @@ _READS = ("GET", "HEAD")
 _MAX_PRUNED = 5_000  # entries in one transaction
 
 
-class AuditVerbs:
+class AuditVerbs(Verbs):
     """Operations on the audit log."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def record(self, entries: Iterable[AuditEntry]) -> None:
         """Insert entries, or bring those that exist up to date. Raises StoreUnavailable."""
@@ -182,21 +168,14 @@ class AuditVerbs:
     ) -> list[AuditEntry]:
         """Return entries, newest first: of one key's id, last seen at `since` or later, or `changes` alone."""
         table = schema.audit_entries
-        query = sa.select(table).order_by(table.c.id.desc()).limit(limit)
-        if before is not None:
-            query = query.where(table.c.id < before)
-        if key is not None:
-            query = query.where(table.c.key_id == key)
-        if since is not None:
-            query = query.where(table.c.last_at >= since)
-        if changes:
-            query = query.where(table.c.method.not_in(_READS))
-        with read(self._engine) as connection:
-            return [row_to(AuditEntry, row) for row in connection.execute(query)]
+        query = sa.select(table).where(matches(table, key_id=key)).order_by(table.c.id.desc()).limit(limit)
+        query = query.where(table.c.id < before) if before is not None else query
+        query = query.where(table.c.last_at >= since) if since is not None else query
+        query = query.where(table.c.method.not_in(_READS)) if changes else query
+        return self._records(AuditEntry, query)
 
     def prune(self, before: float) -> int:
         """Delete some of the entries that were last seen before a time; return how many."""
         table = schema.audit_entries
         old = sa.select(table.c.id).where(table.c.last_at < before).limit(_MAX_PRUNED)
-        with write(self._engine) as connection:
-            return connection.execute(sa.delete(table).where(table.c.id.in_(old))).rowcount
+        return self._change(sa.delete(table).where(table.c.id.in_(old)))

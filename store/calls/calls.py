@@ -16,21 +16,17 @@ from ratchet.store.calls.shipping import ship
 from ratchet.store.calls.usage import add_usage
 from ratchet.store.content.messages import parents_first
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
+from ratchet.store.db.verbs import MAX_PAGE, Verbs, chunks, matches
 from ratchet.store.errors import RecordDamaged, RecordNotFound
 from ratchet.store.records import Call, Choice, Feedback, Shipment, row_to
 from ratchet.store.states import CallState
 
-_MAX_PAGE = 1000
 _TOKEN_COLUMNS = ("prompt_blocks", "prompt_ids", "token_ids", "logprobs")
 
 
-class Calls:
+class Calls(Verbs):
     """Operations on calls."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def ship(self, records: Sequence[Shipment]) -> None:
         """Write a batch of starts, ends and feedback; repeated records change nothing.
@@ -49,26 +45,19 @@ class Calls:
 
     def mark_interrupted(self, call_ids: Iterable[str]) -> None:
         """Mark calls whose proxy died before their end; finished calls stay as they are."""
-        with write(self._engine) as connection:
-            connection.execute(
-                sa.update(schema.calls)
-                .where(schema.calls.c.id.in_(list(call_ids)), schema.calls.c.state == CallState.STARTED)
-                .values(state=CallState.INTERRUPTED, untrainable="interrupted")
-            )
+        started = sa.update(schema.calls).where(matches(schema.calls, id=list(call_ids), state=CallState.STARTED))
+        self._change(started.values(state=CallState.INTERRUPTED, untrainable="interrupted"))
 
     def read(self, call_id: str) -> Call:
         """Return one call with its tokens. Raises RecordNotFound."""
-        with read(self._engine) as connection:
-            found = load_calls(connection, schema.calls.c.id == call_id)
-        if not found:
-            raise RecordNotFound(f"no call {call_id}")
-        return found[0]
+        for found in self.read_with_tokens([call_id]).values():
+            return found
+        raise RecordNotFound(f"no call {call_id}")
 
     def check_known(self, call_id: str) -> None:
         """Raise RecordNotFound if there is no such call."""
-        with read(self._engine) as connection:
-            if connection.scalar(sa.select(schema.calls.c.id).where(schema.calls.c.id == call_id)) is None:
-                raise RecordNotFound(f"no call {call_id}")
+        if self._value(sa.select(schema.calls.c.id).where(schema.calls.c.id == call_id)) is None:
+            raise RecordNotFound(f"no call {call_id}")
 
     def page(
         self,
@@ -85,15 +74,10 @@ class Calls:
         With `tokens` False, token ids and logprobs are not read and are empty.
         """
         table = schema.calls
-        chosen = sa.select(table.c.id).order_by(table.c.id.desc()).limit(min(limit, _MAX_PAGE))
+        mine = matches(table, trajectory_id=trajectory or None, state=state or None, alias=alias or None)
+        chosen = sa.select(table.c.id).where(mine).order_by(table.c.id.desc()).limit(min(limit, MAX_PAGE))
         if before:
             chosen = chosen.where(table.c.id < before)
-        if trajectory:
-            chosen = chosen.where(table.c.trajectory_id == trajectory)
-        if state:
-            chosen = chosen.where(table.c.state == state)
-        if alias:
-            chosen = chosen.where(table.c.alias == alias)
         if state and state != CallState.ANSWERED:
             chosen = chosen.where(table.c.state != sa.literal_column("'answered'"))  # the condition of a partial index
         with read(self._engine) as connection:
@@ -115,13 +99,14 @@ def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, toke
     by_time = sa.select(*columns).where(where).order_by(schema.calls.c.started_at, schema.calls.c.id)
     rows = parents_first(connection.execute(by_time).all())
     answers: dict[str, list[Choice]] = {}
-    for chunk in range(0, len(rows), MAX_IN_VALUES):
-        names = [row.id for row in rows[chunk : chunk + MAX_IN_VALUES]]
+    for names in chunks([row.id for row in rows]):
         found = sa.select(*answered).where(schema.choices.c.call_id.in_(names)).order_by(schema.choices.c.choice)
         for answer in connection.execute(found):
             answers.setdefault(answer.call_id, []).append(_choice(answer))
     prompts = Blocks(connection, rows)
-    return [_call(row, prompts.full_prompt(row), tuple(answers.get(row.id, ()))) for row in rows]
+    return [
+        row_to(Call, row, choices=tuple(answers.get(row.id, ())), prompt_ids=prompts.full_prompt(row)) for row in rows
+    ]
 
 
 def _columns(table: sa.Table, tokens: bool) -> list[sa.ColumnElement[Any]]:
@@ -135,17 +120,4 @@ def _columns(table: sa.Table, tokens: bool) -> list[sa.ColumnElement[Any]]:
 def _choice(row: Any) -> Choice:
     if len(row.logprobs) % 4:
         raise RecordDamaged(f"the logprobs of an answer to call {row.call_id} are cut off")
-    return Choice(
-        index=row.choice,
-        finish_reason=row.finish_reason,
-        token_ids=row.token_ids,
-        logprobs=row.logprobs,
-        reply_node=row.reply_node,
-        link_key=row.link_key,
-        skip_last_key=row.skip_last_key,
-        tool_call_ids=tuple(row.tool_call_ids),
-    )
-
-
-def _call(row: Any, prompt_ids: bytes, answers: tuple[Choice, ...]) -> Call:
-    return row_to(Call, row, choices=answers, prompt_ids=prompt_ids)
+    return row_to(Choice, row, index=row.choice, tool_call_ids=tuple(row.tool_call_ids))

@@ -18,9 +18,9 @@ import sqlalchemy as sa
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
+from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import RecordNotFound
+from ratchet.store.db.verbs import MAX_PAGE, Verbs, chunks, matches
 from ratchet.store.ids import may_share_trajectory
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import CallEnded, CallRecord, Feedback, row_to
@@ -43,11 +43,8 @@ _PENDING = schema.feedback.c.trajectory_id.is_(None)
 _ANY_PENDING = sa.select(schema.feedback.c.id).where(_PENDING).limit(1)
 
 
-class FeedbackVerbs:
+class FeedbackVerbs(Verbs):
     """Operations on feedback."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def add(self, items: Sequence[Feedback]) -> None:
         """Add feedback; existing ids are ignored."""
@@ -62,10 +59,8 @@ class FeedbackVerbs:
 
     def get(self, name: str) -> Feedback:
         """Return feedback by id. Raises RecordNotFound."""
-        found = self._select(schema.feedback.c.id == name, 1)
-        if not found:
-            raise RecordNotFound(f"no feedback {name}")
-        return found[0]
+        query = sa.select(schema.feedback).where(schema.feedback.c.id == name)
+        return self._one(Feedback, query, f"no feedback {name}")
 
     def page(
         self,
@@ -79,35 +74,34 @@ class FeedbackVerbs:
         `alias`: only those that are attached to an agent's trajectory.
         """
         table = schema.feedback
-        where = [table.c.trajectory_id == trajectory] if trajectory else []
+        query = sa.select(table).where(matches(table, trajectory_id=trajectory or None))
         if alias:
             runs = schema.trajectories
-            where.append(sa.exists().where(runs.c.id == table.c.trajectory_id, runs.c.alias == alias))
+            query = query.where(sa.exists().where(runs.c.id == table.c.trajectory_id, runs.c.alias == alias))
         if before:
             last = self.get(before)
             at = sa.tuple_(sa.literal(last.given_at), sa.literal(last.id))
-            where.append(sa.tuple_(table.c.given_at, table.c.id) < at)
-        return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
+            query = query.where(sa.tuple_(table.c.given_at, table.c.id) < at)
+        newest_first = query.order_by(table.c.given_at.desc(), table.c.id.desc())
+        return self._records(Feedback, newest_first.limit(min(limit, MAX_PAGE)))
 
     def first_value_at(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
         """Return the time of the first value of each trajectory that has one."""
         table = schema.feedback
         found: dict[str, float] = {}
-        for start in range(0, len(trajectory_ids), MAX_IN_VALUES):
-            chosen = table.c.trajectory_id.in_(trajectory_ids[start : start + MAX_IN_VALUES])
-            query = sa.select(table.c.trajectory_id, sa.func.min(table.c.given_at))
-            query = query.where(chosen, table.c.value.is_not(None)).group_by(table.c.trajectory_id)
-            with read(self._engine) as connection:
-                found |= {row[0]: row[1] for row in connection.execute(query)}
+        for names in chunks(trajectory_ids):
+            query = sa.select(table.c.trajectory_id, sa.func.min(table.c.given_at)).group_by(table.c.trajectory_id)
+            query = query.where(table.c.trajectory_id.in_(names), table.c.value.is_not(None))
+            found |= {row[0]: row[1] for row in self._rows(query)}
         return found
 
     def mark_applied(self, names: Sequence[str], now: float) -> None:
         """Record that a verdict has applied these."""
         table = schema.feedback
         with write(self._engine) as connection:
-            for start in range(0, len(names), MAX_IN_VALUES):
-                chosen = table.c.id.in_(names[start : start + MAX_IN_VALUES])
-                connection.execute(sa.update(table).where(chosen, table.c.applied_at.is_(None)).values(applied_at=now))
+            for some in chunks(names):
+                new = sa.update(table).where(table.c.id.in_(some), table.c.applied_at.is_(None))
+                connection.execute(new.values(applied_at=now))
 
     def applied_too_late(self, alias: str, limit: int = 100) -> list[str]:
         """Return an alias's trajectories that got a value after they were judged or dropped, but no damaged ones."""
@@ -127,14 +121,7 @@ class FeedbackVerbs:
             .order_by(trajectories.c.id)
             .limit(limit)
         )
-        with read(self._engine) as connection:
-            return list(connection.scalars(query))
-
-    def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Feedback]:
-        table = schema.feedback
-        query = sa.select(table).where(where).order_by(table.c.given_at.desc(), table.c.id.desc()).limit(limit)
-        with read(self._engine) as connection:
-            return [row_to(Feedback, row) for row in connection.execute(query)]
+        return self._values(query)
 
 
 def unindexed(column: sa.ColumnElement[str]) -> sa.ColumnElement[str]:
@@ -166,9 +153,8 @@ def attach_pending_feedback(connection: sa.Connection, records: Sequence[CallRec
     if connection.scalar(_ANY_PENDING) is None:
         return
     names = sorted({name for record in records for name in _names(record)})
-    for start in range(0, len(names), MAX_IN_VALUES):
-        chosen = sa.select(table).where(_PENDING, table.c.target.in_(names[start : start + MAX_IN_VALUES]))
-        for row in connection.execute(chosen).all():
+    for some in chunks(names):
+        for row in connection.execute(sa.select(table).where(_PENDING, table.c.target.in_(some))).all():
             place = _place(connection, row_to(Feedback, row))
             if place is not None:
                 values = {"trajectory_id": place[0], "call_id": place[1]}
@@ -183,7 +169,9 @@ def delete_pending_feedback_of(connection: sa.Connection, trajectory_ids: Sequen
     calls = schema.calls
     own = sa.select(calls.c.id, calls.c.response_id).where(calls.c.trajectory_id.in_(trajectory_ids))
     names = {name for row in connection.execute(own) for name in _names_of(row.id, row.response_id)}
-    return _delete_pending(connection, sorted(names | set(trajectory_ids)))
+    table, targets = schema.feedback, sorted(names | set(trajectory_ids))
+    meant = [sa.delete(table).where(_PENDING, table.c.target.in_(some)) for some in chunks(targets)]
+    return sum(connection.execute(one).rowcount for one in meant)
 
 
 def delete_pending_feedback(connection: sa.Connection, chosen: TrajectoryFilter) -> int:
@@ -194,14 +182,6 @@ def delete_pending_feedback(connection: sa.Connection, chosen: TrajectoryFilter)
     if not conditions or not replace(chosen, key=None, until=None, inactive_since=None, trained=None).is_unrestricted:
         return 0
     return int(connection.execute(sa.delete(table).where(table.c.trajectory_id.is_(None), *conditions)).rowcount)
-
-
-def _delete_pending(connection: sa.Connection, targets: Sequence[str]) -> int:
-    table, count = schema.feedback, 0
-    for start in range(0, len(targets), MAX_IN_VALUES):
-        meant = table.c.target.in_(targets[start : start + MAX_IN_VALUES])
-        count += connection.execute(sa.delete(table).where(table.c.trajectory_id.is_(None), meant)).rowcount
-    return count
 
 
 def feedback_of(connection: sa.Connection, trajectory_id: str) -> tuple[Feedback, ...]:

@@ -10,9 +10,10 @@ import sqlalchemy as sa
 
 from ratchet.store.content.messages import ROOT, SYSTEM_ROLES, conversation_range
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import MAX_IN_VALUES, in_values
+from ratchet.store.db.bulk import in_values
 from ratchet.store.db.column_types import NOT_DECODED
 from ratchet.store.db.schema import SHARED_PARENT
+from ratchet.store.db.verbs import chunks
 from ratchet.store.errors import RecordDamaged
 
 _T = TypeVar("_T")
@@ -84,10 +85,9 @@ def without_followers(connection: sa.Connection, names: Iterable[str]) -> set[st
     left: set[str] = set()
     for limits, own in conversations.items():
         near = SHARED_PARENT[connection.dialect.name] if limits is None else table.c.hash.between(*limits)
-        for start in range(0, len(own), MAX_IN_VALUES):
-            chunk = own[start : start + MAX_IN_VALUES]
-            query = sa.select(table.c.parent).where(near, table.c.parent.in_(chunk)).distinct()
-            left |= set(chunk).difference(connection.scalars(query))
+        for some in chunks(own):
+            query = sa.select(table.c.parent).where(near, table.c.parent.in_(some)).distinct()
+            left |= set(some).difference(connection.scalars(query))
     return left
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
+from ratchet.store.db.verbs import chunks
 from ratchet.store.errors import RecordDamaged
 
 _BLOCK = 256 * 4  # bytes of int32 ids
@@ -46,9 +47,8 @@ class Blocks:
         table = schema.prompt_blocks
         self._ids: dict[tuple[str, bytes], bytes] = {}
         trajectories = sorted({run for run, _ in wanted})
-        for start in range(0, len(trajectories), 500):
-            query = sa.select(table).where(table.c.trajectory_id.in_(trajectories[start : start + 500]))
-            for row in connection.execute(query):
+        for names in chunks(trajectories):
+            for row in connection.execute(sa.select(table).where(table.c.trajectory_id.in_(names))):
                 if (row.trajectory_id, row.digest) in wanted:
                     self._ids[row.trajectory_id, row.digest] = row.token_ids
 

@@ -16,9 +16,10 @@ from ratchet.store import ids
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore, truncate_row
 from ratchet.store.db.count_cache import CachedCount
-from ratchet.store.db.engine import read, write
-from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.records import RESAMPLE, Record, Resample, Trajectory, row_to
+from ratchet.store.db.engine import write
+from ratchet.store.db.verbs import Verbs, matches
+from ratchet.store.errors import InvalidTransition
+from ratchet.store.records import RESAMPLE, Record, Resample, Trajectory
 from ratchet.store.states import FINISH, RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before
 
 
@@ -29,11 +30,11 @@ class ResampleCount(Record, frozen=True):
     tokens: int = 0
 
 
-class Resamples:
+class Resamples(Verbs):
     """Operations on resamples."""
 
     def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._counts = CachedCount(self._count)
 
     def plan(self, original: Trajectory, count: int, tokens: int, now: float) -> None:
@@ -64,13 +65,8 @@ class Resamples:
 
     def get(self, resample_id: str) -> Resample:
         """Return a resample. Raises RecordNotFound."""
-        with read(self._engine) as connection:
-            row = connection.execute(
-                sa.select(schema.resamples).where(schema.resamples.c.id == resample_id)
-            ).one_or_none()
-        if row is None:
-            raise RecordNotFound(f"no resample {resample_id}")
-        return row_to(Resample, row)
+        query = sa.select(schema.resamples).where(schema.resamples.c.id == resample_id)
+        return self._one(Resample, query, f"no resample {resample_id}")
 
     def pending(self, alias: str, originals: Collection[str] | None = None) -> list[Resample]:
         """Return the resamples whose original waits for a group, ordered by original.
@@ -78,27 +74,20 @@ class Resamples:
         `originals` None reads every resample of the alias.
         """
         trajectories = schema.trajectories
-        mine = (
-            schema.resamples.c.alias == alias
-            if originals is None
-            else schema.resamples.c.original_id.in_(list(originals))
-        )
+        chosen = {"alias": alias} if originals is None else {"original_id": list(originals)}
         query = (
             sa.select(schema.resamples)
             .join(trajectories, trajectories.c.id == schema.resamples.c.original_id)
-            .where(mine, trajectories.c.state == TrajectoryState.SEALED)
+            .where(matches(schema.resamples, **chosen), trajectories.c.state == TrajectoryState.SEALED)
             .order_by(schema.resamples.c.original_id, schema.resamples.c.number)
         )
-        with read(self._engine) as connection:
-            return [row_to(Resample, row) for row in connection.execute(query)]
+        return self._records(Resample, query)
 
     def originals_of(self, resample_ids: Sequence[str]) -> dict[str, str]:
         """Return the original of each resample; unknown and deleted ones are left out."""
-        query = sa.select(schema.resamples.c.id, schema.resamples.c.original_id).where(
-            schema.resamples.c.id.in_(list(resample_ids))
-        )
-        with read(self._engine) as connection:
-            return {row.id: row.original_id for row in connection.execute(query)}
+        table = schema.resamples
+        query = sa.select(table.c.id, table.c.original_id).where(table.c.id.in_(list(resample_ids)))
+        return {row.id: row.original_id for row in self._rows(query)}
 
     def sealed_of(self, original_id: str) -> list[str]:
         """Return the resamples of an original whose trajectories are sealed, and so complete in the store."""
@@ -108,16 +97,14 @@ class Resamples:
             .join(schema.resamples, schema.resamples.c.id == trajectories.c.id)
             .order_by(schema.resamples.c.number)
         )
-        mine = sa.and_(schema.resamples.c.original_id == original_id, trajectories.c.state == TrajectoryState.SEALED)
-        with read(self._engine) as connection:
-            return list(connection.scalars(query.where(mine)))
+        mine = (schema.resamples.c.original_id == original_id, trajectories.c.state == TrajectoryState.SEALED)
+        return self._values(query.where(*mine))
 
     def usage_since(self, alias: str, since: float) -> ResampleCount:
         """Return the number of resamples requested since then (Unix seconds), and their tokens (estimates if open)."""
         columns = (sa.func.count(), sa.func.coalesce(sa.func.sum(schema.resamples.c.tokens), 0))
         query = sa.select(*columns).where(schema.resamples.c.alias == alias, schema.resamples.c.requested_at > since)
-        with read(self._engine) as connection:
-            count, tokens = connection.execute(query).one()
+        ((count, tokens),) = self._rows(query)
         return ResampleCount(count=int(count), tokens=int(tokens))
 
     def counts(self, alias: str) -> dict[ResampleState, ResampleCount]:
@@ -130,39 +117,22 @@ class Resamples:
         over = sa.exists().where(
             schema.resamples.c.id == trajectories.c.id, schema.resamples.c.ended_at < shipped_until
         )
-        mine = sa.and_(
-            trajectories.c.alias == alias,
-            trajectories.c.state == TrajectoryState.OPEN,
-            trajectories.c.purpose == RESAMPLE,
-        )
-        values = {"state": TrajectoryState.SEALED, "sealed_at": shipped_until, "sealed_by": FINISH}
-        with write(self._engine) as connection:
-            connection.execute(sa.update(trajectories).where(mine, over).values(**values))
+        mine = matches(trajectories, alias=alias, state=TrajectoryState.OPEN, purpose=RESAMPLE)
+        sealed = sa.update(trajectories).where(mine, over)
+        self._change(sealed.values(state=TrajectoryState.SEALED, sealed_at=shipped_until, sealed_by=FINISH))
 
     def _count(self) -> dict[tuple[str, ResampleState], ResampleCount]:
-        columns = (
-            schema.resamples.c.alias,
-            schema.resamples.c.state,
-            sa.func.count(),
-            sa.func.sum(schema.resamples.c.tokens),
-        )
-        query = sa.select(*columns).group_by(schema.resamples.c.alias, schema.resamples.c.state)
-        with read(self._engine) as connection:
-            return {
-                (alias, ResampleState(state)): ResampleCount(count=count, tokens=tokens)
-                for alias, state, count, tokens in connection.execute(query)
-            }
+        table = schema.resamples
+        sums = sa.select(table.c.alias, table.c.state, sa.func.count(), sa.func.sum(table.c.tokens))
+        return {
+            (alias, ResampleState(state)): ResampleCount(count=count, tokens=tokens)
+            for alias, state, count, tokens in self._rows(sums.group_by(table.c.alias, table.c.state))
+        }
 
     def _move(self, resample_id: str, state: ResampleState, **values: Any) -> None:
-        mine = sa.and_(
-            schema.resamples.c.id == resample_id,
-            schema.resamples.c.state.in_(states_before(RESAMPLE_TRANSITIONS, state)),
-        )
-        with write(self._engine) as connection:
-            moved = connection.execute(
-                sa.update(schema.resamples).where(mine).values(state=state, **truncate_row(schema.resamples, values))
-            )
-        if not moved.rowcount:
+        table = schema.resamples
+        mine = matches(table, id=resample_id, state=states_before(RESAMPLE_TRANSITIONS, state))
+        if not self._change(sa.update(table).where(mine).values(state=state, **truncate_row(table, values))):
             raise InvalidTransition(
                 f"resample {resample_id} is {self.get(resample_id).state} and cannot become {state}"
             )

@@ -14,8 +14,8 @@ from ratchet.store.calls.prompt_blocks import Blocks
 from ratchet.store.content.messages import parents_first
 from ratchet.store.content.token_sequences import TokenCall, sequences
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read
+from ratchet.store.db.verbs import chunks
 from ratchet.store.records import OpenLeaf, UnansweredCall, family_of, row_to
 from ratchet.store.states import UNANSWERED, TrajectoryState
 
@@ -200,8 +200,6 @@ def _attempt(row: Any) -> UnansweredCall:
 def _bodies(connection: sa.Connection, names: Iterable[str]) -> dict[str, bytes]:
     """Return messages by hash, as canonical JSON."""
     table, wanted = schema.messages, list(names)
-    found: dict[str, bytes] = {}
-    for start in range(0, len(wanted), MAX_IN_VALUES):
-        chosen = sa.select(table.c.hash, table.c.body).where(table.c.hash.in_(wanted[start : start + MAX_IN_VALUES]))
-        found |= {row.hash: row.body for row in connection.execute(chosen)}
-    return found
+    query = sa.select(table.c.hash, table.c.body)
+    found = [connection.execute(query.where(table.c.hash.in_(some))) for some in chunks(wanted)]
+    return {row.hash: row.body for rows in found for row in rows}

@@ -13,7 +13,8 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many, insert_columns, select_in
-from ratchet.store.db.engine import read, write
+from ratchet.store.db.engine import write
+from ratchet.store.db.verbs import Verbs, matches
 from ratchet.store.records import ToolCall, ToolCallCounts, ToolCallResult, row_to
 from ratchet.store.states import ToolOutcome
 
@@ -37,17 +38,13 @@ _UNANSWERED = (
 )
 
 
-class ToolCallVerbs:
+class ToolCallVerbs(Verbs):
     """Operations on tool calls."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def toolset(self, name: str) -> bytes | None:
         """Return the canonical JSON of a tool list by its hash."""
-        query = sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name)
-        with read(self._engine) as connection:
-            return connection.scalar(query)
+        body: bytes | None = self._value(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))
+        return body
 
     def record_tool_calls(
         self, found: Sequence[ToolCall], answers: Sequence[ToolCallResult]
@@ -69,8 +66,7 @@ class ToolCallVerbs:
     def of_call(self, call_id: str) -> list[ToolCall]:
         """Return the tool calls of one call, in order."""
         query = sa.select(_rows).where(_rows.c.call_id == call_id).order_by(_rows.c.choice, _rows.c.place)
-        with read(self._engine) as connection:
-            return [row_to(ToolCall, row) for row in connection.execute(query)]
+        return self._records(ToolCall, query)
 
     def newest_answered(self, alias: str, limit: int) -> list[ToolCall]:
         """Return the newest tool calls of an alias whose result is known, newest first."""
@@ -78,35 +74,22 @@ class ToolCallVerbs:
         mine = sa.func.coalesce(_rows.c.alias, "") == alias
         order = (_rows.c.call_id.desc(), _rows.c.choice.desc(), _rows.c.place.desc())
         query = sa.select(_rows).where(mine, _rows.c.result.is_not(None)).order_by(*order).limit(limit)
-        with read(self._engine) as connection:
-            return [row_to(ToolCall, row) for row in connection.execute(query)]
+        return self._records(ToolCall, query)
 
     def counts_by_version(self, alias: str | None = None, version: int | None = None) -> list[ToolCallCounts]:
         """Return the counts per alias, version and tool, the most called first, at most `_MAX_COUNTED`."""
         names = (_rows.c.alias, _rows.c.version, _rows.c.tool)
-        chosen = [
-            column == wanted for column, wanted in ((_rows.c.alias, alias), (_rows.c.version, version))
-            if wanted is not None
-        ]  # fmt: skip
-        count = sa.func.count()
-        query = sa.select(*names, _rows.c.outcome, _rows.c.result, count.label("n")).where(*chosen)
+        by = (*names, _rows.c.outcome, _rows.c.result)
+        query = sa.select(*by, sa.func.count().label("n")).where(matches(_rows, alias=alias, version=version))
         outcomes: defaultdict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
         results: defaultdict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
-        with read(self._engine) as connection:
-            for row in connection.execute(query.group_by(*names, _rows.c.outcome, _rows.c.result)):
-                key = (row.alias, row.version, row.tool)
-                outcomes[key][row.outcome] += row.n
-                if row.result is not None:
-                    results[key][row.result] += row.n
+        for *names, outcome, result, count in self._rows(query.group_by(*by)):
+            key = tuple(names)
+            outcomes[key][outcome] += count
+            if result is not None:
+                results[key][result] += count
         tallies = [
-            ToolCallCounts(
-                alias=key[0],
-                version=key[1],
-                tool=key[2],
-                calls=counts.total(),
-                outcomes=dict(counts),
-                results=dict(results[key]),
-            )
+            ToolCallCounts(*key, calls=counts.total(), outcomes=dict(counts), results=dict(results[key]))
             for key, counts in outcomes.items()
         ]
         return sorted(tallies, key=lambda tally: (-tally.calls, tally.alias, tally.version, tally.tool))[:_MAX_COUNTED]

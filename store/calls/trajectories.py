@@ -19,10 +19,10 @@ from ratchet.store.calls.tool_call_outcomes import tool_calls_of
 from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_without_tag, select_page_ids
 from ratchet.store.content.messages import last_answer_node, parents_first
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.column_types import NOT_DECODED
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
+from ratchet.store.db.verbs import MAX_PAGE, Verbs, chunks, matches
 from ratchet.store.errors import InvalidTransition, RecordDamaged, RecordNotFound
 from ratchet.store.records import GATHERED, Call, Trajectory, Transcript, row_to
 from ratchet.store.states import (
@@ -37,16 +37,15 @@ from ratchet.store.states import (
 )
 from ratchet.store.tuning import is_rollout_in_progress, row_of, workflow_result_of
 
-_MAX_PAGE = 1000
 
-
-class Trajectories:
+class Trajectories(Verbs):
     """Operations on trajectories."""
 
     def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
-        self._counts = CachedCount(self._count)
-        self._drop_counts = CachedCount(self._count_drops)
+        super().__init__(engine)
+        state, reason = schema.trajectories.c.state, schema.trajectories.c.drop_reason
+        self._counts = CachedCount(lambda: self._count_by(state, sa.true()))
+        self._drop_counts = CachedCount(lambda: self._count_by(reason, reason.is_not(None)))
 
     def seal_idle_trajectories(
         self, alias: str, now: float, idle_seconds: float, lost_after: float = 3600.0
@@ -58,21 +57,11 @@ class Trajectories:
         """
         trajectories = schema.trajectories
         idle = (
-            trajectories.c.alias == alias,
-            trajectories.c.state == TrajectoryState.OPEN,
             trajectories.c.last_active_at <= now - idle_seconds,
             ~_has_call_in_progress(now, lost_after),
             sa.or_(~is_rollout_in_progress(trajectories.c.id), trajectories.c.last_active_at <= now - lost_after),
         )
-        with write(self._engine) as connection:
-            return list(
-                connection.scalars(
-                    sa.update(trajectories)
-                    .where(*idle)
-                    .values(state=TrajectoryState.SEALED, sealed_at=now, sealed_by=IDLE)
-                    .returning(trajectories.c.id)
-                )
-            )
+        return self._changed(_sealed(now, IDLE, alias=alias).where(*idle), trajectories.c.id)
 
     def seal_rollouts(self, alias: str, shipped_until: float, lost_after: float = 3600.0) -> list[str]:
         """Seal an alias's open trajectories whose rollout ended before `shipped_until`; return their ids.
@@ -83,26 +72,12 @@ class Trajectories:
         trajectories = schema.trajectories
         ended = sa.and_(schema.rollouts.c.state != RolloutState.ABANDONED, schema.rollouts.c.ended_at < shipped_until)
         over = sa.exists().where(schema.rollouts.c.id == trajectories.c.id, ended)
-        mine = sa.and_(trajectories.c.alias == alias, trajectories.c.state == TrajectoryState.OPEN)
-        with write(self._engine) as connection:
-            return list(
-                connection.scalars(
-                    sa.update(trajectories)
-                    .where(mine, over, ~_has_call_in_progress(shipped_until, lost_after))
-                    .values(state=TrajectoryState.SEALED, sealed_at=shipped_until, sealed_by=FINISH)
-                    .returning(trajectories.c.id)
-                )
-            )
+        sealed = _sealed(shipped_until, FINISH, alias=alias).where(over)
+        return self._changed(sealed.where(~_has_call_in_progress(shipped_until, lost_after)), trajectories.c.id)
 
     def seal(self, trajectory_id: str, now: float) -> Trajectory:
         """Seal a trajectory; no effect if it is sealed. Raises RecordNotFound."""
-        trajectories = schema.trajectories
-        with write(self._engine) as connection:
-            connection.execute(
-                sa.update(trajectories)
-                .where(trajectories.c.id == trajectory_id, trajectories.c.state == TrajectoryState.OPEN)
-                .values(state=TrajectoryState.SEALED, sealed_at=now, sealed_by=FINISH)
-            )
+        self._change(_sealed(now, FINISH, id=trajectory_id))
         return self.get(trajectory_id)
 
     def drop(self, trajectory_ids: Iterable[str], reason: str) -> None:
@@ -122,9 +97,7 @@ class Trajectories:
         """
         trajectories = schema.trajectories
         where = sa.and_(
-            trajectories.c.state == TrajectoryState.SEALED,
-            trajectories.c.alias == alias,
-            trajectories.c.purpose != GATHERED,
+            matches(trajectories, state=TrajectoryState.SEALED, alias=alias), trajectories.c.purpose != GATHERED
         )
         if silent_before is None:
             return self._select(where, limit, oldest_first=True)
@@ -137,8 +110,7 @@ class Trajectories:
             trajectories.c.purpose != GATHERED,
         )  # fmt: skip
         with_feedback = sa.select(trajectories.c.id).where(trajectories.c.id.in_(unapplied), sealed).limit(limit)
-        with read(self._engine) as connection:
-            names = sorted({*connection.scalars(silent), *connection.scalars(with_feedback)})
+        names = sorted({*self._values(silent), *self._values(with_feedback)})
         found = self._select(trajectories.c.id.in_(names), len(names), oldest_first=True) if names else []
         return [run for run in found if run.state is TrajectoryState.SEALED][:limit]
 
@@ -147,24 +119,11 @@ class Trajectories:
         trajectories = schema.trajectories
         tasks = sorted({run.task for run in like if run.task})
         roots = sorted({run.root_node for run in like if not run.task})
-        open_live = sa.and_(
-            trajectories.c.alias == alias,
-            trajectories.c.state == TrajectoryState.OPEN,
-            trajectories.c.purpose == "live",
-        )
-        alike: list[sa.ColumnElement[bool]] = [
-            trajectories.c.task.in_(tasks[at : at + MAX_IN_VALUES]) for at in range(0, len(tasks), MAX_IN_VALUES)
-        ]
-        alike += [
-            sa.and_(trajectories.c.task.is_(None), trajectories.c.root_node.in_(roots[at : at + MAX_IN_VALUES]))
-            for at in range(0, len(roots), MAX_IN_VALUES)
-        ]
-        found: list[Trajectory] = []
-        with read(self._engine) as connection:
-            for attempt in alike:
-                query = sa.select(trajectories, sa.literal(0).label("calls")).where(open_live, attempt)
-                found += [row_to(Trajectory, row) for row in connection.execute(query)]
-        return found
+        alike: list[sa.ColumnElement[bool]] = [trajectories.c.task.in_(some) for some in chunks(tasks)]
+        alike += [sa.and_(trajectories.c.task.is_(None), trajectories.c.root_node.in_(some)) for some in chunks(roots)]
+        query = sa.select(trajectories, sa.literal(0).label("calls"))
+        query = query.where(matches(trajectories, alias=alias, state=TrajectoryState.OPEN, purpose="live"))
+        return [found for attempt in alike for found in self._records(Trajectory, query.where(attempt))]
 
     def ended_by_failure(self, trajectory_ids: Sequence[str]) -> set[str]:
         """Return the trajectories whose last call was cut off by the engine, its server or the proxy."""
@@ -173,8 +132,7 @@ class Trajectories:
         query = sa.select(calls.c.trajectory_id).where(
             calls.c.id.in_(last.group_by(calls.c.trajectory_id)), calls.c.state.in_(CUT_OFF)
         )
-        with read(self._engine) as connection:
-            return set(connection.scalars(query))
+        return set(self._values(query))
 
     def incomplete(self, trajectory_ids: Sequence[str]) -> set[str]:
         """Return the trajectories with missing messages or tools, lost with a proxy's journal."""
@@ -195,7 +153,7 @@ class Trajectories:
         besides = count_without_tag(wanted)
         with read(self._engine) as connection:
             by_tag = besides is None or (connection.scalar(besides) or 0) > FEW
-            ids = select_page_ids(wanted, min(limit, _MAX_PAGE), before, opened_at, by_tag=by_tag)
+            ids = select_page_ids(wanted, min(limit, MAX_PAGE), before, opened_at, by_tag=by_tag)
             names = list(connection.scalars(ids))
         found = {run.id: run for run in self._select(trajectories.c.id.in_(names), len(names))} if names else {}
         return [found[name] for name in names if name in found]
@@ -232,8 +190,7 @@ class Trajectories:
         query = sa.select(trajectories.c.id, trajectories.c.last_active_at).where(
             trajectories.c.id.in_(list(trajectory_ids))
         )
-        with read(self._engine) as connection:
-            return {row.id: row.last_active_at for row in connection.execute(query)}
+        return {row.id: row.last_active_at for row in self._rows(query)}
 
     def held_out_candidates(self, alias: str, reason: str, limit: int) -> list[str]:
         """Return the first trajectory dropped for this reason of each task, for the first `limit` tasks.
@@ -263,8 +220,7 @@ class Trajectories:
         )
         first = sa.select(single_calls.c.id, single_calls.c.opened_at, place.label("place")).subquery()
         query = sa.select(first.c.id).where(first.c.place == 1).order_by(first.c.opened_at, first.c.id).limit(limit)
-        with read(self._engine) as connection:
-            return list(connection.scalars(query))
+        return self._values(query)
 
     def messages_to(self, leaf: str) -> tuple[Mapping[str, Any], ...]:
         """Return the messages from the root to `leaf`; none if it is not stored."""
@@ -294,14 +250,8 @@ class Trajectories:
     def trained_in_round(self, round_id: str, limit: int = 100) -> list[str]:
         """Return the ids of trajectories that a round trained on."""
         trajectories = schema.trajectories
-        query = (
-            sa.select(trajectories.c.id)
-            .where(trajectories.c.round_id == round_id)
-            .order_by(trajectories.c.id)
-            .limit(limit)
-        )
-        with read(self._engine) as connection:
-            return list(connection.scalars(query))
+        query = sa.select(trajectories.c.id).where(trajectories.c.round_id == round_id).order_by(trajectories.c.id)
+        return self._values(query.limit(limit))
 
     def counts(self, alias: str | None = None) -> dict[str, int]:
         """Return the number of trajectories in each state, of one alias or of all; cached if there are many."""
@@ -311,23 +261,21 @@ class Trajectories:
         """Return the number of dropped trajectories by reason, of one alias or of all; cached if there are many."""
         return _summed(self._drop_counts(), alias)
 
-    def _count(self) -> dict[tuple[str, str], int]:
-        return self._count_by(schema.trajectories.c.state, sa.true())
-
-    def _count_drops(self) -> dict[tuple[str, str], int]:
-        reason = schema.trajectories.c.drop_reason
-        return self._count_by(reason, reason.is_not(None))
-
     def _count_by(self, column: sa.Column[Any], where: sa.ColumnElement[bool]) -> dict[tuple[str, str], int]:
         """Return the number of trajectories by alias and the value of a column."""
         alias = schema.trajectories.c.alias
         query = sa.select(alias, column, sa.func.count()).where(where).group_by(alias, column)
-        with read(self._engine) as connection:
-            return {(name, str(value)): int(count) for name, value, count in connection.execute(query)}
+        return {(name, str(value)): int(count) for name, value, count in self._rows(query)}
 
     def _select(self, where: sa.ColumnElement[bool], limit: int, oldest_first: bool = False) -> list[Trajectory]:
         with read(self._engine) as connection:
             return _load(connection, where, limit, oldest_first)
+
+
+def _sealed(at: float, by: str, **chosen: str) -> sa.Update:
+    """Return the change that seals the open ones of these trajectories."""
+    mine = matches(schema.trajectories, **chosen, state=TrajectoryState.OPEN)
+    return sa.update(schema.trajectories).where(mine).values(state=TrajectoryState.SEALED, sealed_at=at, sealed_by=by)
 
 
 @contextmanager
@@ -373,12 +321,9 @@ def _has_call_in_progress(now: float, lost_after: float) -> sa.ColumnElement[boo
 def drop(connection: sa.Connection, names: Sequence[str], reason: str) -> None:
     """Drop trajectories in the caller's transaction, all or none."""
     trajectories = schema.trajectories
-    allowed = states_before(TRAJECTORY_TRANSITIONS, TrajectoryState.DROPPED)
-    changed = connection.execute(
-        sa.update(trajectories)
-        .where(trajectories.c.id.in_(names), trajectories.c.state.in_(allowed))
-        .values(state=TrajectoryState.DROPPED, drop_reason=reason)
-    )
+    allowed = matches(trajectories, id=names, state=states_before(TRAJECTORY_TRANSITIONS, TrajectoryState.DROPPED))
+    dropped = sa.update(trajectories).where(allowed).values(state=TrajectoryState.DROPPED, drop_reason=reason)
+    changed = connection.execute(dropped)
     if changed.rowcount != len(names):
         raise InvalidTransition(f"{len(names) - changed.rowcount} of {len(names)} trajectories cannot be dropped now")
 

@@ -19,7 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many
-from ratchet.store.db.engine import read
+from ratchet.store.db.verbs import Verbs, matches
 from ratchet.store.ids import owner
 from ratchet.store.operation_records import KeyTokens, Usage
 from ratchet.store.records import CallEnded, row_to
@@ -31,11 +31,8 @@ _MAX_ROWS = 10_000
 _DAY_SECONDS = 86_400
 
 
-class UsageVerbs:
+class UsageVerbs(Verbs):
     """Operations on the usage of keys."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def read(
         self,
@@ -52,18 +49,15 @@ class UsageVerbs:
         table, keys = schema.usage, schema.keys
         names = [table.c[name] for name in DIMENSIONS if name in by]
         sums = [sa.func.sum(table.c[name]).label(name) for name in _SUMS]
-        chosen = [table.c.day >= first_day(days, now)]
-        chosen += [table.c.alias == alias] if alias is not None else []
-        chosen += [table.c.key_id == key_id] if key_id is not None else []
+        chosen = (table.c.day >= first_day(days, now), matches(table, alias=alias, key_id=key_id))
         order = [one.desc() if one.name == "day" else one for one in names]
         tokens = sa.func.sum(table.c.prompt_tokens + table.c.completion_tokens).desc()
         query = sa.select(*names, *sums).where(*chosen).group_by(*names)
         query = query.order_by(*order[: "day" in by], tokens, *order).limit(_MAX_ROWS)
         if not names:
             query = query.having(sa.func.count() > 0)
-        with read(self._engine) as connection:
-            rows = connection.execute(query).all()
-            called = {row.id: row.name for row in connection.execute(sa.select(keys.c.id, keys.c.name))}
+        rows = self._rows(query)
+        called = {row.id: row.name for row in self._rows(sa.select(keys.c.id, keys.c.name))}
         none = dict.fromkeys(name for name in DIMENSIONS if name not in by)
         return [
             row_to(Usage, row, key_name=called.get(row.key_id) if "key_id" in by else None, **none,
@@ -81,9 +75,7 @@ class UsageVerbs:
             .where(table.c.key_id.in_(list(key_ids)), table.c.day >= f"{day[:7]}-01", table.c.day <= day)
             .group_by(table.c.key_id)
         )
-        with read(self._engine) as connection:
-            rows = connection.execute(query).all()
-        found = {row.key_id: KeyTokens(day=day, today=int(row.today), this_month=int(row.this_month)) for row in rows}
+        found = {row.key_id: KeyTokens(day, int(row.today), int(row.this_month)) for row in self._rows(query)}
         return dict.fromkeys(key_ids, KeyTokens(day=day)) | found
 
 

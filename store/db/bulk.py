@@ -133,7 +133,7 @@ def _compiled_select(dialect: sa.Dialect, query: sa.Select[Any], column: sa.Colu
     return _Statement(dialect, query.where(_one_of(dialect, column, _NAMES, None)), None)
 
 
-def insert_or_ignore(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> int:
+def insert_or_ignore(connection: sa.Connection, table: sa.Table, rows: Sequence[Row]) -> int:
     """Insert the rows whose primary key is new; return their number."""
     return insert(connection, table, rows, new_only=True)
 

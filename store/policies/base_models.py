@@ -16,29 +16,20 @@ from typing import Any
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.engine import read, write
+from ratchet.store.db.engine import write
+from ratchet.store.db.verbs import Verbs, matches
 from ratchet.store.ids import new_id
-from ratchet.store.records import BASE_VERSION, BaseModel, row_to
+from ratchet.store.records import BASE_VERSION, BaseModel
 
 
-class BaseModels:
+class BaseModels(Verbs):
     """Operations on base models."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def base_model_of(self, alias: str, version: int = BASE_VERSION) -> BaseModel | None:
         """Return the base model of a version; None if it is unknown."""
         policies = schema.policies
-        mine = sa.and_(policies.c.alias == alias, policies.c.version == version)
-        query = (
-            sa.select(schema.base_models)
-            .join(policies, policies.c.base_model_id == schema.base_models.c.id)
-            .where(mine)
-        )
-        with read(self._engine) as connection:
-            row = connection.execute(query).one_or_none()
-        return None if row is None else row_to(BaseModel, row)
+        query = sa.select(schema.base_models).join(policies, policies.c.base_model_id == schema.base_models.c.id)
+        return next(iter(self._records(BaseModel, query.where(matches(policies, alias=alias, version=version)))), None)
 
     def register_base_model(
         self,
@@ -54,7 +45,7 @@ class BaseModels:
         """
         policies = schema.policies
         given = {"file_digests": dict(file_digests or {}), "server_fingerprint": dict(server_fingerprint or {})}
-        base = sa.and_(policies.c.alias == alias, policies.c.version == BASE_VERSION)
+        base = matches(policies, alias=alias, version=BASE_VERSION)
         with write(self._engine) as connection:
             row = connection.execute(sa.select(policies.c.base_model_id).where(base).with_for_update()).one_or_none()
             if row is None:
@@ -93,7 +84,7 @@ class BaseModels:
 def base_model_id_of(alias: str) -> sa.ScalarSelect[Any]:
     """Return the subquery of an alias's base model, to register a version."""
     policies = schema.policies.alias("base_policies")
-    mine = sa.and_(policies.c.alias == alias, policies.c.version == BASE_VERSION)
+    mine = matches(policies, alias=alias, version=BASE_VERSION)
     return sa.select(policies.c.base_model_id).where(mine).scalar_subquery()
 
 

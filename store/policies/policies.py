@@ -8,7 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.engine import read, write
+from ratchet.store.db.engine import write
+from ratchet.store.db.verbs import matches
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.policies.serving import (
     HOLDBACK_SHARE,
@@ -163,9 +164,7 @@ class Policies(ServingDecisions):
     def _known(self, alias: str, version: int) -> dict[str, Any]:
         """Return the newest evidence about a version, to be kept with a person's decision; empty without any."""
         table = schema.releases
-        query = sa.select(table.c.evidence).where(table.c.alias == alias, table.c.version == version)
-        with read(self._engine) as connection:
-            found = connection.scalar(query)
+        found = self._value(sa.select(table.c.evidence).where(matches(table, alias=alias, version=version)))
         return {"known": found} if found else {}
 
     def _before(self, alias: str) -> int:
@@ -179,8 +178,7 @@ class Policies(ServingDecisions):
         promoted = sa.select(decisions.c.version).where(
             decisions.c.alias == alias, decisions.c.action == PolicyAction.PROMOTE, decisions.c.version < live
         )
-        with read(self._engine) as connection:
-            was_live = {BASE_VERSION, *connection.scalars(promoted)}
+        was_live = {BASE_VERSION, *self._values(promoted)}
         states = (PolicyState.RETIRED, PolicyState.HOLDBACK)
         older = [p.version for p in self.all(alias) if p.state in states and p.version < live and p.version in was_live]
         if not older:
@@ -193,14 +191,13 @@ class Policies(ServingDecisions):
         Raises InvalidTransition if one of them is in use.
         """
         table, other = schema.policies, schema.policies.alias("other")
-        named = sa.select(table.c.adapter).where(table.c.alias == alias, table.c.version == version).scalar_subquery()
+        named = sa.select(table.c.adapter).where(matches(table, alias=alias, version=version)).scalar_subquery()
         in_use = sa.exists().where(
             other.c.alias == alias,
             other.c.adapter == named,
             other.c.state.not_in((PolicyState.RETIRED, PolicyState.REJECTED, PolicyState.UNPROVEN)),
         )
         sharing = sa.and_(table.c.alias == alias, table.c.adapter == named, ~in_use)
-        with write(self._engine) as connection:
-            if not connection.execute(sa.update(table).where(sharing).values(pruned_at=now)).rowcount:
-                raise InvalidTransition(f"{alias}@{version} is in use and cannot be pruned")
+        if not self._change(sa.update(table).where(sharing).values(pruned_at=now)):
+            raise InvalidTransition(f"{alias}@{version} is in use and cannot be pruned")
         return self.get(alias, version)

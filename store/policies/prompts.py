@@ -14,19 +14,17 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
-from ratchet.store.db.engine import read, write
-from ratchet.store.errors import InvalidRecord, RecordNotFound
-from ratchet.store.records import Prompt, row_to
+from ratchet.store.db.engine import write
+from ratchet.store.db.verbs import MAX_PAGE, Verbs
+from ratchet.store.errors import InvalidRecord
+from ratchet.store.records import Prompt
 from ratchet.store.states import PromptMode
 
 MAX_CHARS = 200_000  # of all texts of a prompt
 
 
-class Prompts:
+class Prompts(Verbs):
     """Operations on prompts."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def register(
         self, text: str, mode: str = "replace", origin: str = "", families: Mapping[str, str] | None = None
@@ -45,32 +43,24 @@ class Prompts:
             origin=origin.replace("\0", "\ufffd"),
             created_at=time.time(),
         )
-        row = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
         with write(self._engine) as connection:
-            insert_or_ignore(connection, schema.prompts, [row])
+            insert_or_ignore(connection, schema.prompts, [msgspec.structs.asdict(prompt)])
         return self.get(prompt.id)
 
     def get(self, prompt_id: str) -> Prompt:
         """Return a prompt. Raises RecordNotFound."""
-        with read(self._engine) as connection:
-            row = connection.execute(sa.select(schema.prompts).where(schema.prompts.c.id == prompt_id)).one_or_none()
-        if row is None:
-            raise RecordNotFound(f"no prompt {prompt_id}")
-        return row_to(Prompt, row)
+        query = sa.select(schema.prompts).where(schema.prompts.c.id == prompt_id)
+        return self._one(Prompt, query, f"no prompt {prompt_id}")
 
     def page(self, limit: int = 100, before: str | None = None) -> list[Prompt]:
         """Return at most `limit` prompts older than the id `before`, newest first."""
-        query = (
-            sa.select(schema.prompts)
-            .order_by(schema.prompts.c.created_at.desc(), schema.prompts.c.id.desc())
-            .limit(min(limit, 1000))
-        )
+        table = schema.prompts
+        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.id.desc()).limit(min(limit, MAX_PAGE))
         if before is not None:
             last = self.get(before)
             key = sa.tuple_(sa.literal(last.created_at), sa.literal(last.id))
-            query = query.where(sa.tuple_(schema.prompts.c.created_at, schema.prompts.c.id) < key)
-        with read(self._engine) as connection:
-            return [row_to(Prompt, row) for row in connection.execute(query)]
+            query = query.where(sa.tuple_(table.c.created_at, table.c.id) < key)
+        return self._records(Prompt, query)
 
 
 def prompt_id(mode: str, text: str, families: Mapping[str, str]) -> str:

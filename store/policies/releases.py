@@ -15,8 +15,9 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import in_values, insert_or_ignore
 from ratchet.store.db.engine import read, write
+from ratchet.store.db.verbs import Verbs, matches
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import ReleaseEvidence, ReleaseOutcome, row_to
+from ratchet.store.records import ReleaseEvidence, ReleaseOutcome
 from ratchet.store.states import CallState, GroupState, TrajectoryState
 
 DEADLINE_SECONDS = 6 * 3600.0  # after its start, until which a trajectory may be finished and scored
@@ -29,11 +30,8 @@ _NO_OUTCOME = (
 _FAILED = (CallState.REFUSED, CallState.FAILED, CallState.INTERRUPTED)
 
 
-class Releases:
+class Releases(Verbs):
     """Operations on the outcomes and the evidence of releases."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def outcomes(
         self,
@@ -75,7 +73,7 @@ class Releases:
         table = schema.releases
         values = {"evidence": dict(evidence), "updated_at": time.time()}
         with write(self._engine) as connection:
-            one = sa.and_(table.c.alias == alias, table.c.version == version)
+            one = matches(table, alias=alias, version=version)
             if not connection.execute(sa.update(table).where(one).values(**values)).rowcount:
                 insert_or_ignore(connection, table, [{"alias": alias, "version": version, **values}])
 
@@ -83,8 +81,7 @@ class Releases:
         """Return what is known about the versions of an alias, the newest version first."""
         table = schema.releases
         query = sa.select(table).where(table.c.alias == alias).order_by(table.c.version.desc()).limit(limit)
-        with read(self._engine) as connection:
-            return [row_to(ReleaseEvidence, row) for row in connection.execute(query)]
+        return self._records(ReleaseEvidence, query)
 
 
 def _page(connection: sa.Connection, alias: str, since: float, after: str, before: float) -> Sequence[Any]:

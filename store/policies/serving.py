@@ -12,7 +12,8 @@ from sqlalchemy.exc import IntegrityError
 
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
-from ratchet.store.db.engine import read, write
+from ratchet.store.db.engine import write
+from ratchet.store.db.verbs import Verbs, matches
 from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
 from ratchet.store.policies.base_models import base_model_id_of
 from ratchet.store.records import BASE_VERSION, Decision, Policy, row_to
@@ -54,12 +55,8 @@ def check_shares(connection: sa.Connection, alias: str) -> None:
 def locked(connection: sa.Connection, alias: str) -> ServingVersions:
     """Return the versions that serve, locked until the transaction ends."""
     table = schema.policies
-    query = (
-        sa.select(table)
-        .where(table.c.alias == alias, table.c.state.in_(SERVING))
-        .order_by(table.c.version)
-        .with_for_update()
-    )
+    query = sa.select(table).where(matches(table, alias=alias, state=SERVING)).order_by(table.c.version)
+    query = query.with_for_update()
     found = {row.state: row_to(Policy, row) for row in connection.execute(query)}
     return ServingVersions(*(found.get(state) for state in SERVING))
 
@@ -69,45 +66,33 @@ def locked(connection: sa.Connection, alias: str) -> ServingVersions:
 # The transaction that carries out a decision also records it (policies.py), so that every change of a version has one.
 
 
-class Decisions:
+class Decisions(Verbs):
     """Operations on decisions."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def decisions_of(self, alias: str, version: int | None = None, limit: int = 100) -> list[Decision]:
         """Return the decisions about an alias, or about one version of it, newest first."""
-        where = sa.and_(
-            schema.decisions.c.alias == alias, sa.true() if version is None else schema.decisions.c.version == version
-        )
-        query = sa.select(schema.decisions).where(where).order_by(schema.decisions.c.id.desc()).limit(limit)
-        with read(self._engine) as connection:
-            return [row_to(Decision, row) for row in connection.execute(query)]
+        table = schema.decisions
+        query = sa.select(table).where(matches(table, alias=alias, version=version)).order_by(table.c.id.desc())
+        return self._records(Decision, query.limit(limit))
 
     def decisions_after(self, alias: str, decision_id: int, limit: int = 1000) -> list[Decision]:
         """Return the decisions about an alias after an id, oldest first; 0: from the first one."""
-        where = sa.and_(schema.decisions.c.alias == alias, schema.decisions.c.id > decision_id)
-        with read(self._engine) as connection:
-            found = connection.execute(
-                sa.select(schema.decisions).where(where).order_by(schema.decisions.c.id).limit(limit)
-            )
-            return [row_to(Decision, row) for row in found]
+        table = schema.decisions
+        query = sa.select(table).where(table.c.alias == alias, table.c.id > decision_id).order_by(table.c.id)
+        return self._records(Decision, query.limit(limit))
 
     def counts(self, alias: str) -> dict[PolicyAction, int]:
         """Return the number of decisions about an alias by action."""
-        query = sa.select(schema.decisions.c.action, sa.func.count()).where(schema.decisions.c.alias == alias)
-        with read(self._engine) as connection:
-            return {PolicyAction(a): int(n) for a, n in connection.execute(query.group_by(schema.decisions.c.action))}
+        table = schema.decisions
+        query = sa.select(table.c.action, sa.func.count()).where(table.c.alias == alias).group_by(table.c.action)
+        return {PolicyAction(action): int(count) for action, count in self._rows(query)}
 
     def latest(self, alias: str | None = None) -> dict[tuple[str, int], Decision]:
         """Return the newest decision about each (alias, version)."""
-        newest = sa.select(sa.func.max(schema.decisions.c.id)).group_by(
-            schema.decisions.c.alias, schema.decisions.c.version
-        )
-        wanted = sa.and_(schema.decisions.c.id.in_(newest), schema.decisions.c.alias == alias if alias else sa.true())
-        with read(self._engine) as connection:
-            rows = connection.execute(sa.select(schema.decisions).where(wanted)).all()
-        return {(row.alias, row.version): row_to(Decision, row) for row in rows}
+        table = schema.decisions
+        newest = sa.select(sa.func.max(table.c.id)).group_by(table.c.alias, table.c.version)
+        query = sa.select(table).where(table.c.id.in_(newest), matches(table, alias=alias or None))
+        return {(one.alias, one.version): one for one in self._records(Decision, query)}
 
 
 def record_decision(
@@ -143,25 +128,20 @@ _SERVING = (
 )
 
 
-class PolicyReads:
+class PolicyReads(Verbs):
     """Queries over policy versions."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def serving(self) -> list[Policy]:
         """Return the versions of every alias that serve new trajectories."""
-        with read(self._engine) as connection:
-            return [row_to(Policy, row) for row in connection.execute(_SERVING)]
+        return self._records(Policy, _SERVING)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Return the number of versions by alias and state."""
         table = schema.policies
         query = sa.select(table.c.alias, table.c.state, sa.func.count()).group_by(table.c.alias, table.c.state)
         found: dict[str, dict[str, int]] = {}
-        with read(self._engine) as connection:
-            for alias, state, count in connection.execute(query):
-                found.setdefault(alias, {})[state] = int(count)
+        for alias, state, count in self._rows(query):
+            found.setdefault(alias, {})[state] = int(count)
         return found
 
     def live(self) -> dict[str, Policy]:
@@ -170,37 +150,30 @@ class PolicyReads:
 
     def awaiting_approval(self, alias: str) -> Policy | None:
         """Return the candidate or version in its ramp whose newest decision is a hold: only a person may promote it."""
-        recorded = schema.policies.c.version == schema.decisions.c.version
-        newest = (
-            sa.select(sa.func.max(schema.decisions.c.id))
-            .where(schema.decisions.c.alias == alias)
-            .group_by(schema.decisions.c.version)
-        )
+        table, decisions = schema.policies, schema.decisions
+        newest = sa.select(sa.func.max(decisions.c.id)).where(decisions.c.alias == alias).group_by(decisions.c.version)
         held = sa.exists().where(
-            recorded, schema.decisions.c.id.in_(newest), schema.decisions.c.action == PolicyAction.HOLD
+            table.c.version == decisions.c.version, decisions.c.id.in_(newest), decisions.c.action == PolicyAction.HOLD
         )
-        undecided = schema.policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.RAMP))
-        found = self._select(sa.and_(schema.policies.c.alias == alias, undecided, held))
+        undecided = matches(table, alias=alias, state=(PolicyState.CANDIDATE, PolicyState.RAMP))
+        found = self._select(sa.and_(undecided, held))
         return found[-1] if found else None
 
     def list_unproven(self, alias: str) -> list[Policy]:
         """Return the unproven versions that are newer than the live one."""
         table = schema.policies
-        live = sa.select(table.c.version).where(table.c.alias == alias, table.c.state == PolicyState.LIVE)
+        live = sa.select(table.c.version).where(matches(table, alias=alias, state=PolicyState.LIVE))
         newer = table.c.version > sa.func.coalesce(live.scalar_subquery(), BASE_VERSION)
-        return self._select(sa.and_(table.c.alias == alias, table.c.state == PolicyState.UNPROVEN, newer))
+        return self._select(sa.and_(matches(table, alias=alias, state=PolicyState.UNPROVEN), newer))
 
     def get(self, alias: str, version: int) -> Policy:
         """Return a version. Raises RecordNotFound."""
-        table = schema.policies
-        found = self._select(sa.and_(table.c.alias == alias, table.c.version == version))
-        if not found:
-            raise RecordNotFound(f"no policy {alias}@{version}")
-        return found[0]
+        query = sa.select(schema.policies).where(matches(schema.policies, alias=alias, version=version))
+        return self._one(Policy, query, f"no policy {alias}@{version}")
 
     def all(self, alias: str | None = None) -> list[Policy]:
         """Return all versions, of one alias or of all, oldest first."""
-        return self._select(schema.policies.c.alias == alias if alias else sa.true())
+        return self._select(matches(schema.policies, alias=alias or None))
 
     def _usable(self, alias: str, version: int) -> Policy:
         policy = self.get(alias, version)
@@ -210,20 +183,13 @@ class PolicyReads:
 
     def _why_rejected(self, alias: str, version: int) -> str:
         table = schema.decisions
-        mine = sa.and_(table.c.alias == alias, table.c.version == version)
-        rejecting = table.c.action.in_((PolicyAction.REJECT, PolicyAction.ROLLBACK))
-        query = (
-            sa.select(table.c.decided_by, table.c.reason).where(mine, rejecting).order_by(table.c.id.desc()).limit(1)
-        )
-        with read(self._engine) as connection:
-            row = connection.execute(query).one_or_none()
-        return "" if row is None else f" by {row.decided_by} ({row.reason})"
+        mine = matches(table, alias=alias, version=version, action=(PolicyAction.REJECT, PolicyAction.ROLLBACK))
+        query = sa.select(table.c.decided_by, table.c.reason).where(mine).order_by(table.c.id.desc()).limit(1)
+        return "".join(f" by {person} ({reason})" for person, reason in self._rows(query))
 
     def _select(self, where: sa.ColumnElement[bool]) -> list[Policy]:
         table = schema.policies
-        with read(self._engine) as connection:
-            rows = connection.execute(sa.select(table).where(where).order_by(table.c.alias, table.c.version)).all()
-        return [row_to(Policy, row) for row in rows]
+        return self._records(Policy, sa.select(table).where(where).order_by(table.c.alias, table.c.version))
 
 
 # Registration of versions: the base model, versions that differ by their prompt, and where they are served.
@@ -343,7 +309,7 @@ def _check_case(connection: sa.Connection, alias: str) -> None:
 def _lock_live(connection: sa.Connection, alias: str) -> Any:
     """Return the row of the live version, locked until the transaction ends. Raises InvalidTransition."""
     table = schema.policies
-    live = sa.select(table).where(table.c.alias == alias, table.c.state == PolicyState.LIVE).with_for_update()
+    live = sa.select(table).where(matches(table, alias=alias, state=PolicyState.LIVE)).with_for_update()
     for _ in range(2):  # PostgreSQL returns no row if it waited for one that was retired meanwhile
         if (row := connection.execute(live).one_or_none()) is not None:
             return row
@@ -375,9 +341,7 @@ class ServingDecisions(PolicyRegistration):
     def serving_of(self, alias: str) -> ServingVersions:
         """Return the versions of an alias that serve new trajectories."""
         table = schema.policies
-        found = {
-            policy.state: policy for policy in self._select(sa.and_(table.c.alias == alias, table.c.state.in_(SERVING)))
-        }
+        found = {policy.state: policy for policy in self._select(matches(table, alias=alias, state=SERVING))}
         return ServingVersions(*(found.get(state) for state in SERVING))
 
     def start_ramp(
@@ -543,7 +507,7 @@ def change_state(
 ) -> None:
     """Change a version's state and share. Raises InvalidTransition if it is in another state by now."""
     table = schema.policies
-    one = sa.and_(table.c.alias == policy.alias, table.c.version == policy.version, table.c.state == policy.state)
+    one = matches(table, alias=policy.alias, version=policy.version, state=policy.state)
     merged = dict(policy.evidence) | dict(evidence or {})
     values = {"state": state, "evidence": merged, "share": share, "recalled_at": None}
     changed = connection.execute(sa.update(table).where(one).values(**values))
@@ -581,7 +545,7 @@ def _recall(connection: sa.Connection, alias: str, version: int) -> Sequence[Pol
 
 def _set_pinned(connection: sa.Connection, policy: Policy, at: float | None) -> None:
     table = schema.policies
-    one = sa.and_(table.c.alias == policy.alias, table.c.version == policy.version)
+    one = matches(table, alias=policy.alias, version=policy.version)
     connection.execute(sa.update(table).where(one).values(pinned_at=at))
 
 

@@ -11,8 +11,9 @@ import sqlalchemy as sa
 
 from ratchet.store.calls.trajectories import drop as drop_trajectories
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import MAX_IN_VALUES, truncate_row
+from ratchet.store.db.bulk import truncate_row
 from ratchet.store.db.engine import read, write
+from ratchet.store.db.verbs import MAX_PAGE, Verbs, chunks, matches
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import (
@@ -40,66 +41,38 @@ _UNTRAINED_GROUPS = (GroupState.READY, GroupState.JUDGED)  # wait for a judge or
 _UNTRAINED_TRAJECTORIES = (TrajectoryState.SEALED, TrajectoryState.GROUPED)  # wait for a group or a round
 
 
-class GroupDrops:
+class GroupDrops(Verbs):
     """Operations that drop several groups."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def drop_counts(self, alias: str | None = None) -> dict[str, int]:
         """Return the number of dropped groups, of one alias or of all, by reason."""
         groups = schema.groups
-        chosen = [groups.c.alias == alias] if alias else []
-        query = sa.select(groups.c.drop_reason, sa.func.count()).where(groups.c.drop_reason.is_not(None), *chosen)
-        with read(self._engine) as connection:
-            return {str(reason): int(n) for reason, n in connection.execute(query.group_by(groups.c.drop_reason))}
+        query = sa.select(groups.c.drop_reason, sa.func.count()).group_by(groups.c.drop_reason)
+        query = query.where(groups.c.drop_reason.is_not(None), matches(groups, alias=alias or None))
+        return {str(reason): int(count) for reason, count in self._rows(query)}
 
     def drop_rejected(self, alias: str, reason: str) -> int:
         """Drop untrained trajectories of rejected versions; return their number.
 
         Groups continue without these members; empty groups are dropped too.
         """
-        groups, trajectories, policies = schema.groups, schema.trajectories, schema.policies
-        rejected = sa.select(policies.c.version).where(
-            policies.c.alias == alias, policies.c.state == PolicyState.REJECTED
-        )
-        waiting = trajectories.c.state.in_(_UNTRAINED_TRAJECTORIES)
-        theirs = sa.and_(trajectories.c.alias == alias, waiting, trajectories.c.version.in_(rejected))
-        left = sa.exists().where(
-            trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
-        )
-        open_ones = sa.and_(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_GROUPS))
+        groups, policies = schema.groups, schema.policies
+        rejected = sa.select(policies.c.version).where(matches(policies, alias=alias, state=PolicyState.REJECTED))
+        theirs = sa.and_(schema.trajectories.c.alias == alias, schema.trajectories.c.version.in_(rejected))
         with write(self._engine) as connection:
-            dropped = connection.execute(
-                sa.update(trajectories).where(theirs).values(state=TrajectoryState.DROPPED, drop_reason=reason)
-            ).rowcount
-            if dropped:
-                emptied = sa.update(groups).where(open_ones, ~left)
-                connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
-        return dropped
+            return _drop_members(connection, theirs, groups.c.alias == alias, reason)
 
     def drop_members(self, trajectory_ids: Sequence[str], reason: str) -> int:
         """Drop those of these trajectories that were not trained yet; return their number.
 
         Groups that lose their last member are dropped too.
         """
-        groups, trajectories = schema.groups, schema.trajectories
-        dropped = 0
-        for start in range(0, len(trajectory_ids), MAX_IN_VALUES):
-            names = trajectory_ids[start : start + MAX_IN_VALUES]
-            mine = sa.and_(trajectories.c.id.in_(names), trajectories.c.state.in_(_UNTRAINED_TRAJECTORIES))
-            theirs = sa.select(trajectories.c.group_id).where(trajectories.c.id.in_(names))
-            left = sa.exists().where(
-                trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
-            )
-            emptied = sa.and_(groups.c.id.in_(theirs), groups.c.state.in_(_UNTRAINED_GROUPS), ~left)
+        trajectories, dropped = schema.trajectories, 0
+        for names in chunks(trajectory_ids):
+            theirs = trajectories.c.id.in_(names)
+            of_group = schema.groups.c.id.in_(sa.select(trajectories.c.group_id).where(theirs))
             with write(self._engine) as connection:
-                dropped += connection.execute(
-                    sa.update(trajectories).where(mine).values(state=TrajectoryState.DROPPED, drop_reason=reason)
-                ).rowcount
-                connection.execute(
-                    sa.update(groups).where(emptied).values(state=GroupState.DROPPED, drop_reason=reason)
-                )
+                dropped += _drop_members(connection, theirs, of_group, reason)
         return dropped
 
     def drop_stale(self, alias: str, version: int, reason: str, serving: Sequence[int] = ()) -> int:
@@ -123,25 +96,37 @@ class GroupDrops:
             .where(groups.c.alias == alias, groups.c.state == GroupState.JUDGED, is_old)
             .where(trajectories.c.version.in_(serving))
         )
-        with read(self._engine) as connection:
-            found, members = list(connection.scalars(old)), list(connection.scalars(judged))
+        found, members = self._values(old), self._values(judged)
         self.drop_members(members, reason)
         if not found:
             return 0
         with write(self._engine) as connection:
-            return sum(
-                _drop_untrained(connection, found[start : start + MAX_IN_VALUES], reason)
-                for start in range(0, len(found), MAX_IN_VALUES)
-            )
+            return sum(_drop_untrained(connection, some, reason) for some in chunks(found))
+
+
+def _drop_members(
+    connection: sa.Connection, theirs: sa.ColumnElement[bool], of_group: sa.ColumnElement[bool], reason: str
+) -> int:
+    """Drop these trajectories if they were not trained, and then their groups if nothing is left of them."""
+    groups, trajectories = schema.groups, schema.trajectories
+    gone = {"state": TrajectoryState.DROPPED, "drop_reason": reason}
+    untrained = sa.update(trajectories).where(theirs, trajectories.c.state.in_(_UNTRAINED_TRAJECTORIES))
+    dropped = connection.execute(untrained.values(**gone)).rowcount
+    if dropped:
+        left = sa.exists().where(
+            trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
+        )
+        emptied = sa.update(groups).where(of_group, groups.c.state.in_(_UNTRAINED_GROUPS), ~left)
+        connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
+    return dropped
 
 
 def _drop_untrained(connection: sa.Connection, group_ids: Sequence[str], reason: str) -> int:
     """Drop the untrained ones of these groups, with their members; return their number."""
     groups, trajectories = schema.groups, schema.trajectories
-    open_ones = sa.and_(groups.c.id.in_(group_ids), groups.c.state.in_(_UNTRAINED_GROUPS))
-    values = {"state": GroupState.DROPPED, "drop_reason": reason}
-    dropped = list(connection.scalars(sa.update(groups).where(open_ones).values(**values).returning(groups.c.id)))
-    grouped = sa.and_(trajectories.c.group_id.in_(dropped), trajectories.c.state == TrajectoryState.GROUPED)
+    open_ones = sa.update(groups).where(matches(groups, id=group_ids, state=_UNTRAINED_GROUPS)).returning(groups.c.id)
+    dropped = list(connection.scalars(open_ones.values(state=GroupState.DROPPED, drop_reason=reason)))
+    grouped = matches(trajectories, group_id=dropped, state=TrajectoryState.GROUPED)
     connection.execute(sa.update(trajectories).where(grouped).values(state=TrajectoryState.DROPPED, drop_reason=reason))
     return len(dropped)
 
@@ -154,11 +139,8 @@ def _drop_untrained(connection: sa.Connection, group_ids: Sequence[str], reason:
 _UNGROUPED = (TrajectoryState.OPEN, TrajectoryState.SEALED)
 
 
-class ScoredGroups:
+class ScoredGroups(Verbs):
     """Operations on groups that come with their scores."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def create_scored(self, alias: str, groups: Mapping[str, Sequence[Verdict]], now: float) -> list[str]:
         """Form groups of gathered trajectories by key, each with the verdicts of its members; return their ids.
@@ -183,18 +165,14 @@ class ScoredGroups:
     def count_gathered(self) -> int:
         """Return the number of sealed trajectories that are grouped and trained on request only."""
         table = schema.trajectories
-        waiting = (table.c.state == TrajectoryState.SEALED, table.c.purpose == GATHERED)
-        with read(self._engine) as connection:
-            return int(connection.scalar(sa.select(sa.func.count()).select_from(table).where(*waiting)) or 0)
+        waiting = matches(table, state=TrajectoryState.SEALED, purpose=GATHERED)
+        return int(self._value(sa.select(sa.func.count()).select_from(table).where(waiting)))
 
 
 def _take(connection: sa.Connection, alias: str, group: str, members: Sequence[str], now: float) -> None:
     """Seal the members that are open, and put all of them into the group."""
     trajectories = schema.trajectories
-    mine = sa.and_(
-        trajectories.c.id.in_(members), trajectories.c.alias == alias, trajectories.c.purpose == GATHERED,
-        trajectories.c.state.in_(_UNGROUPED),
-    )  # fmt: skip
+    mine = matches(trajectories, id=members, alias=alias, purpose=GATHERED, state=_UNGROUPED)
     sealed_at = sa.func.coalesce(trajectories.c.sealed_at, now)
     taken = connection.execute(
         sa.update(trajectories)
@@ -249,7 +227,7 @@ class Groups(GroupDrops, ScoredGroups):
             )
             taken = connection.execute(
                 sa.update(trajectories)
-                .where(trajectories.c.id.in_(members), trajectories.c.state == TrajectoryState.SEALED)
+                .where(matches(trajectories, id=members, state=TrajectoryState.SEALED))
                 .values(state=TrajectoryState.GROUPED, group_id=group.id)
             )
             if taken.rowcount != len(members):
@@ -260,13 +238,12 @@ class Groups(GroupDrops, ScoredGroups):
         """Return an alias's groups that may be judged now, oldest or newest first."""
         groups = schema.groups
         due = sa.or_(groups.c.retry_at.is_(None), groups.c.retry_at <= now)
-        waiting = sa.and_(groups.c.alias == alias, groups.c.state == GroupState.READY, due)
-        return self._select(waiting, limit, newest_first)
+        waiting = matches(groups, alias=alias, state=GroupState.READY)
+        return self._select(sa.and_(waiting, due), limit, newest_first)
 
     def awaiting_round(self, alias: str, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
         """Return an alias's judged groups, which wait for a round, oldest or newest first."""
-        groups = schema.groups
-        return self._select(sa.and_(groups.c.state == GroupState.JUDGED, groups.c.alias == alias), limit, newest_first)
+        return self._select(matches(schema.groups, alias=alias, state=GroupState.JUDGED), limit, newest_first)
 
     def record_verdicts(
         self,
@@ -316,12 +293,9 @@ class Groups(GroupDrops, ScoredGroups):
         """
         groups = schema.groups
         with write(self._engine) as connection:
-            waits = connection.execute(
-                sa.update(groups)
-                .where(groups.c.id == group_id, groups.c.state == GroupState.READY)
-                .values(failures=groups.c.failures + int(counts), retry_at=retry_at)
-            )
-            if not waits.rowcount:
+            ready = sa.update(groups).where(matches(groups, id=group_id, state=GroupState.READY))
+            later = ready.values(failures=groups.c.failures + int(counts), retry_at=retry_at)
+            if not connection.execute(later).rowcount:
                 raise InvalidTransition(f"group {group_id} does not wait for a judge")
             add_verdicts(connection, verdicts, judge_requests)
 
@@ -346,47 +320,37 @@ class Groups(GroupDrops, ScoredGroups):
 
     def get(self, group_id: str) -> Group:
         """Return a group. Raises RecordNotFound."""
-        found = self._select(schema.groups.c.id == group_id, 1)
-        if not found:
-            raise RecordNotFound(f"no group {group_id}")
-        return found[0]
+        for found in self._select(schema.groups.c.id == group_id, 1):
+            return found
+        raise RecordNotFound(f"no group {group_id}")
 
     def page(self, limit: int = 100, before: str | None = None, **chosen: str | None) -> list[Group]:
         """Return at most `limit` groups, newest first, older than the group id `before`.
 
         `chosen`: values by column (state, alias, drop_reason); None: any value.
         """
-        table = schema.groups
-        wanted = [table.c[name] == value for name, value in chosen.items() if value is not None]
-        older = table.c.id < before if before else sa.true()
-        return self._select(sa.and_(older, *wanted), min(limit, 1000), newest_first=True)
+        older = schema.groups.c.id < before if before else sa.true()
+        return self._select(sa.and_(older, matches(schema.groups, **chosen)), min(limit, MAX_PAGE), newest_first=True)
 
     def newly_dropped(self, alias: str, reason: str, limit: int) -> list[Group]:
         """Return the groups dropped for a reason since an alias's newest judged group, oldest first."""
         groups = schema.groups
-        fine = sa.and_(groups.c.alias == alias, groups.c.state.in_((GroupState.JUDGED, GroupState.TRAINED)))
+        fine = matches(groups, alias=alias, state=(GroupState.JUDGED, GroupState.TRAINED))
         since = sa.select(sa.func.coalesce(sa.func.max(groups.c.id), "")).where(fine).scalar_subquery()
-        mine = sa.and_(groups.c.alias == alias, groups.c.drop_reason == reason, groups.c.id > since)
-        return self._select(mine, limit, newest_first=True)[::-1]
+        mine = matches(groups, alias=alias, drop_reason=reason)
+        return self._select(sa.and_(mine, groups.c.id > since), limit, newest_first=True)[::-1]
 
     def verdicts(self, trajectory_ids: Sequence[str]) -> dict[str, Verdict]:
         """Return the latest verdict with a score, by trajectory."""
-        table = schema.verdicts
-        query = (
-            sa.select(table)
-            .where(table.c.trajectory_id.in_(list(trajectory_ids)), table.c.score.is_not(None))
-            .order_by(table.c.id)
-        )
-        with read(self._engine) as connection:
-            return {row.trajectory_id: row_to(Verdict, row) for row in connection.execute(query)}
+        found = self._verdicts(schema.verdicts.c.score.is_not(None), trajectory_id=list(trajectory_ids))
+        return {verdict.trajectory_id: verdict for verdict in found}
 
     def scores(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
         """Return the latest score, by trajectory."""
         table = schema.verdicts
         scored = sa.and_(table.c.trajectory_id.in_(list(trajectory_ids)), table.c.score.is_not(None))
         query = sa.select(table.c.trajectory_id, table.c.score).where(scored).order_by(table.c.id)
-        with read(self._engine) as connection:
-            return {row.trajectory_id: row.score for row in connection.execute(query)}
+        return {row.trajectory_id: row.score for row in self._rows(query)}
 
     def teacher_scores(self, trajectory_ids: Sequence[str]) -> dict[str, TeacherScore]:
         """Return what a teacher said last of each trajectory."""
@@ -395,24 +359,21 @@ class Groups(GroupDrops, ScoredGroups):
 
     def verdicts_of(self, trajectory_id: str) -> list[Verdict]:
         """Return all verdicts on a trajectory, including failures, oldest first."""
+        return self._verdicts(trajectory_id=trajectory_id)
+
+    def verdict_history(self, group_id: str) -> list[Verdict]:
+        """Return all verdicts on a group, including failures, oldest first."""
+        return self._verdicts(group_id=group_id)
+
+    def _verdicts(self, *conditions: sa.ColumnElement[bool], **values: Any) -> list[Verdict]:
         table = schema.verdicts
-        query = sa.select(table).where(table.c.trajectory_id == trajectory_id).order_by(table.c.id)
-        with read(self._engine) as connection:
-            return [row_to(Verdict, row) for row in connection.execute(query)]
+        mine = matches(table, **values)
+        return self._records(Verdict, sa.select(table).where(mine, *conditions).order_by(table.c.id))
 
     def judge_requests(self, group_id: str) -> list[JudgeRequest]:
         """Return the judge requests on a group, oldest first."""
         table = schema.judge_requests
-        query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
-        with read(self._engine) as connection:
-            return [row_to(JudgeRequest, row) for row in connection.execute(query)]
-
-    def verdict_history(self, group_id: str) -> list[Verdict]:
-        """Return all verdicts on a group, including failures, oldest first."""
-        table = schema.verdicts
-        query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
-        with read(self._engine) as connection:
-            return [row_to(Verdict, row) for row in connection.execute(query)]
+        return self._records(JudgeRequest, sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id))
 
     def newest_judge_version(self, alias: str) -> str | None:
         """Return the version of the judge of an alias's latest score on its traffic; None without scores."""
@@ -424,8 +385,7 @@ class Groups(GroupDrops, ScoredGroups):
             .order_by(table.c.id.desc())
             .limit(1)
         )
-        with read(self._engine) as connection:
-            version: str | None = connection.scalar(query)
+        version: str | None = self._value(query)
         return version
 
     def past_scores(self, alias: str, judge_version: str, limit: int = 5000) -> list[PastScore]:
@@ -442,8 +402,7 @@ class Groups(GroupDrops, ScoredGroups):
             .order_by(table.c.id.desc())
             .limit(limit)
         )
-        with read(self._engine) as connection:
-            newest = {row.id: row for row in reversed(connection.execute(query).all())}
+        newest = {row.id: row for row in reversed(self._rows(query))}
         return [_past_score(row) for row in sorted(newest.values(), key=lambda row: row.verdict)]
 
     def score_tallies(self, alias: str, judge_version: str, limit: int = 100_000) -> list[Tally]:
@@ -469,8 +428,7 @@ class Groups(GroupDrops, ScoredGroups):
             .join(trajectories, trajectories.c.id == table.c.trajectory_id)
             .where(table.c.id.in_(latest))
         )
-        with read(self._engine) as connection:
-            return [_tally(row) for row in connection.execute(query.group_by(*by))]
+        return [_tally(row) for row in self._rows(query.group_by(*by))]
 
     def rewards(self, alias: str, judge_version: str, version: int, since: float = 0.0) -> list[PastScore]:
         """Return the latest score of each live trajectory of a version since `since`, oldest first."""
@@ -483,8 +441,7 @@ class Groups(GroupDrops, ScoredGroups):
             .group_by(table.c.trajectory_id)
         )
         query = _past_scores().where(table.c.id.in_(latest)).order_by(table.c.id)
-        with read(self._engine) as connection:
-            return [_past_score(row) for row in connection.execute(query)]
+        return [_past_score(row) for row in self._rows(query)]
 
     def _select(self, where: sa.ColumnElement[bool], limit: int, newest_first: bool = False) -> list[Group]:
         groups, trajectories = schema.groups, schema.trajectories
@@ -506,44 +463,21 @@ class Groups(GroupDrops, ScoredGroups):
                 if is_left:
                     members.setdefault(group_id, []).append(name)
         return [
-            Group(
-                id=row.id,
-                key=row.key,
-                alias=row.alias,
-                state=GroupState(row.state),
-                formed_at=row.formed_at,
-                members=tuple(members.get(row.id, ())),
-                initial_size=initial_size[row.id],
-                failures=row.failures,
-                drop_reason=row.drop_reason,
-            )
+            row_to(Group, row, members=tuple(members.get(row.id, ())), initial_size=initial_size[row.id])
             for row in rows
         ]
 
 
 def _past_scores() -> sa.Select[Any]:
     trajectories, table = schema.trajectories, schema.verdicts
-    columns = (
-        trajectories.c.id,
-        trajectories.c.task,
-        trajectories.c.root_node,
-        trajectories.c.tools_hash,
-        trajectories.c.version,
-    )
-    return sa.select(*columns, table.c.score, table.c.judged_at).join(
-        trajectories, trajectories.c.id == table.c.trajectory_id
-    )
+    columns = [trajectories.c[name] for name in ("id", "task", "root_node", "tools_hash", "version")]
+    query = sa.select(*columns, table.c.score, table.c.judged_at)
+    return query.join(trajectories, trajectories.c.id == table.c.trajectory_id)
 
 
 def _past_score(row: Any) -> PastScore:
-    return PastScore(
-        trajectory_id=row.id,
-        family=family_of(row.task, row.tools_hash),
-        cohort=cohort_of(row.task, row.root_node, row.tools_hash),
-        version=row.version,
-        score=row.score,
-        judged_at=row.judged_at,
-    )
+    family, cohort = family_of(row.task, row.tools_hash), cohort_of(row.task, row.root_node, row.tools_hash)
+    return row_to(PastScore, row, trajectory_id=row.id, family=family, cohort=cohort)
 
 
 def _tally(row: Any) -> Tally:
@@ -556,8 +490,6 @@ def _tally(row: Any) -> Tally:
 
 def _move(connection: sa.Connection, group: Group, state: GroupState, **values: str) -> None:
     groups = schema.groups
-    moved = connection.execute(
-        sa.update(groups).where(groups.c.id == group.id, groups.c.state == group.state).values(state=state, **values)
-    )
-    if not moved.rowcount:
+    unmoved = sa.update(groups).where(matches(groups, id=group.id, state=group.state))
+    if not connection.execute(unmoved.values(state=state, **values)).rowcount:
         raise InvalidTransition(f"group {group.id} was moved by another process")

@@ -13,9 +13,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.engine import read, write
+from ratchet.store.db.engine import read
+from ratchet.store.db.verbs import Verbs, matches
 from ratchet.store.operation_records import Observation
-from ratchet.store.records import Record, row_to
+from ratchet.store.records import Record
 from ratchet.store.states import CallState, PolicyAction, RoundState, ToolOutcome, ToolResult, TrajectoryState
 from ratchet.store.statistics import nearest_rank
 
@@ -24,25 +25,19 @@ from ratchet.store.statistics import nearest_rank
 # Guarantee: they contain no content of trajectories, so a deletion keeps them.
 
 
-class Observations:
+class Observations(Verbs):
     """Operations on observations."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def add(self, alias: str, kind: str, subject: str, content: Mapping[str, Any]) -> None:
         """Add an observation."""
         row = {"alias": alias, "kind": kind, "subject": subject, "content": dict(content), "recorded_at": time.time()}
-        with write(self._engine) as connection:
-            connection.execute(sa.insert(schema.observations).values(**row))
+        self._change(sa.insert(schema.observations).values(**row))
 
     def newest(self, alias: str, kind: str, limit: int) -> list[Observation]:
         """Return the newest `limit` observations of a kind, oldest first."""
-        mine = sa.and_(schema.observations.c.alias == alias, schema.observations.c.kind == kind)
-        query = sa.select(schema.observations).where(mine).order_by(schema.observations.c.id.desc()).limit(limit)
-        with read(self._engine) as connection:
-            rows = connection.execute(query).all()
-        return [row_to(Observation, row) for row in reversed(rows)]
+        table = schema.observations
+        query = sa.select(table).where(matches(table, alias=alias, kind=kind)).order_by(table.c.id.desc())
+        return self._records(Observation, query.limit(limit))[::-1]
 
     def latest(self, alias: str, kind: str, limit: int = 1000) -> dict[str, Observation]:
         """Return the newest observation of each subject, among the newest `limit` of a kind."""
@@ -90,11 +85,8 @@ class VersionBehavior(Record, frozen=True):
     tools: tuple[ToolUse, ...]  # most called first
 
 
-class VersionBehaviors:
+class VersionBehaviors(Verbs):
     """Queries on behavior by version."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def by_version(self, alias: str) -> list[VersionBehavior]:
         """Return the behavior of an alias's versions that have trajectories, oldest first."""
@@ -109,11 +101,10 @@ class VersionBehaviors:
 
 def _of_version(connection: sa.Connection, alias: str, version: int) -> VersionBehavior | None:
     trajectories = schema.trajectories
-    mine = sa.and_(trajectories.c.alias == alias, trajectories.c.version == version)
-    ended = sa.and_(trajectories.c.purpose == "live", trajectories.c.state != TrajectoryState.OPEN)
+    mine = matches(trajectories, alias=alias, version=version, purpose="live")
     newest = (
         sa.select(trajectories.c.id, (trajectories.c.last_active_at - trajectories.c.opened_at).label("seconds"))
-        .where(mine, ended)
+        .where(mine, trajectories.c.state != TrajectoryState.OPEN)
         .order_by(trajectories.c.opened_at.desc())
         .limit(BEHAVIOR_SAMPLE)
     )
@@ -263,11 +254,8 @@ class WaitingTime(Record, frozen=True):
     p99: float
 
 
-class WaitingTimes:
+class WaitingTimes(Verbs):
     """Queries on waiting times."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def stages(self, alias: str) -> list[WaitingTime]:
         """Return the stages of an alias in order, without those that were never reached.
@@ -283,7 +271,7 @@ class WaitingTimes:
 
 def _of_trajectories(connection: sa.Connection, alias: str) -> dict[str, list[float]]:
     trajectories, groups, rounds, verdicts = schema.trajectories, schema.groups, schema.rounds, schema.verdicts
-    mine = sa.and_(trajectories.c.alias == alias, trajectories.c.state == TrajectoryState.TRAINED)
+    mine = matches(trajectories, alias=alias, state=TrajectoryState.TRAINED)
     newest = sa.select(trajectories).where(mine).order_by(trajectories.c.opened_at.desc()).limit(SAMPLE).subquery()
     given = sa.and_(verdicts.c.trajectory_id == newest.c.id, verdicts.c.score.is_not(None))
     judged = sa.select(sa.func.min(verdicts.c.judged_at)).where(given, verdicts.c.judged_at >= groups.c.formed_at)
@@ -306,7 +294,7 @@ def _of_trajectories(connection: sa.Connection, alias: str) -> dict[str, list[fl
 
 def _of_rounds(connection: sa.Connection, alias: str) -> dict[str, list[float]]:
     rounds, decisions = schema.rounds, schema.decisions
-    committed = sa.and_(rounds.c.alias == alias, rounds.c.state == RoundState.COMMITTED)
+    committed = matches(rounds, alias=alias, state=RoundState.COMMITTED)
     newest = sa.select(rounds).where(committed).order_by(rounds.c.started_at.desc()).limit(SAMPLE_ROUNDS)
     first = (
         sa.select(decisions.c.version, sa.func.min(decisions.c.decided_at))

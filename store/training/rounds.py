@@ -13,9 +13,10 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
+from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import InvalidTransition, RecordNotFound
+from ratchet.store.db.verbs import MAX_PAGE, Verbs, chunks, matches
+from ratchet.store.errors import InvalidTransition
 from ratchet.store.ids import new_id
 from ratchet.store.policies.base_models import base_model_id_of
 from ratchet.store.policies.policies import FORKED_FROM, forks
@@ -43,21 +44,15 @@ from ratchet.store.states import (
 #
 # Guarantee: a record is deleted with its call.
 
-_PAGE = 500  # rows of one statement
 
-
-class AnswerTrainings:
+class AnswerTrainings(Verbs):
     """Operations on records of trained answers."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def record(self, round_id: str, answers: Sequence[AnswerTraining]) -> None:
         """Write a round's records, except those of calls that were deleted meanwhile; repeated ones change nothing."""
         rows = [msgspec.structs.asdict(msgspec.structs.replace(one, round_id=round_id)) for one in answers]
         with write(self._engine) as connection:
-            for start in range(0, len(rows), _PAGE):
-                part = rows[start : start + _PAGE]
+            for part in chunks(rows):
                 calls = schema.calls.c.id
                 there = set(connection.scalars(sa.select(calls).where(calls.in_([row["call_id"] for row in part]))))
                 if known := [row for row in part if row["call_id"] in there]:
@@ -66,13 +61,9 @@ class AnswerTrainings:
     def of_calls(self, call_ids: Sequence[str]) -> list[AnswerTraining]:
         """Return the records of calls, in their order within a call."""
         table = schema.answer_training
-        found: list[AnswerTraining] = []
-        with read(self._engine) as connection:
-            for start in range(0, len(call_ids), MAX_IN_VALUES):
-                mine = table.c.call_id.in_(call_ids[start : start + MAX_IN_VALUES])
-                rows = connection.execute(sa.select(table).where(mine).order_by(table.c.call_id, table.c.choice))
-                found += [row_to(AnswerTraining, row) for row in rows]
-        return found
+        ordered = sa.select(table).order_by(table.c.call_id, table.c.choice)
+        parts = [self._records(AnswerTraining, ordered.where(table.c.call_id.in_(some))) for some in chunks(call_ids)]
+        return [answer for part in parts for answer in part]
 
 
 # Teacher scores: the logprobs that a teacher gives the sampled tokens of a trajectory, compressed.
@@ -88,12 +79,7 @@ def replace_teacher_scores(connection: sa.Connection, scores: Sequence[TeacherSc
     names = [one.trajectory_id for one in scores]
     connection.execute(sa.delete(table).where(table.c.trajectory_id.in_(names)))
     rows = [
-        {
-            "trajectory_id": one.trajectory_id,
-            "teacher": one.teacher,
-            "answers": zlib.compress(msgspec.msgpack.encode(one.answers)),
-        }
-        for one in scores
+        msgspec.structs.asdict(one) | {"answers": zlib.compress(msgspec.msgpack.encode(one.answers))} for one in scores
     ]
     connection.execute(sa.insert(table), rows)
 
@@ -103,11 +89,7 @@ def read_teacher_scores(connection: sa.Connection, trajectory_ids: Sequence[str]
     table = schema.teacher_scores
     rows = connection.execute(sa.select(table).where(table.c.trajectory_id.in_(list(trajectory_ids))))
     return {
-        row.trajectory_id: TeacherScore(
-            trajectory_id=row.trajectory_id,
-            teacher=row.teacher,
-            answers=_ANSWERS.decode(zlib.decompress(row.answers)),
-        )
+        row.trajectory_id: row_to(TeacherScore, row, answers=_ANSWERS.decode(zlib.decompress(row.answers)))
         for row in rows
     }
 
@@ -132,11 +114,8 @@ class TrainingData(Record, frozen=True):
     judges: Mapping[tuple[str, str], int]
 
 
-class Lineage:
+class Lineage(Verbs):
     """Queries on lineage."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def versions_of(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Return the versions (`alias@version`) that contain each trajectory; the first was trained on it directly.
@@ -175,11 +154,7 @@ class Lineage:
 
         Versions that differ only by their prompt share their weights.
         """
-        trajectories, verdicts, imitated = (
-            schema.trajectories,
-            schema.verdicts,
-            schema.sft_trajectories,
-        )
+        trajectories, verdicts, imitated = schema.trajectories, schema.verdicts, schema.sft_trajectories
         with read(self._engine) as connection:
             chain = _rounds_behind(connection, policy.alias, policy.version, policy.adapter)
             names = [held.id for held in chain]
@@ -210,13 +185,13 @@ class Lineage:
 def _rounds_behind(connection: sa.Connection, alias: str, version: int, adapter: str | None) -> list[Round]:
     """Return the rounds behind an adapter, oldest first; behind a fork those of the version that it is a copy of."""
     rounds, policies = schema.rounds, schema.policies
-    mine = sa.and_(rounds.c.alias == alias, rounds.c.state == RoundState.COMMITTED)
+    mine = matches(rounds, alias=alias, state=RoundState.COMMITTED)
     found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= version)).all()
     chain = _chain([row_to(Round, row) for row in found], adapter)
     source = chain[0].metrics.get(FORKED_FROM) if chain else None
     if source is None:
         return chain
-    copied = sa.and_(policies.c.alias == source["alias"], policies.c.version == source["version"])
+    copied = matches(policies, alias=source["alias"], version=source["version"])
     origin = connection.scalar(sa.select(policies.c.adapter).where(copied))
     return _rounds_behind(connection, source["alias"], source["version"], origin) + chain
 
@@ -259,11 +234,8 @@ def _held_by(trajectory_ids: Sequence[str]) -> sa.CompoundSelect[tuple[str, str]
 # committed rounds, and every later version of its line contains it unless the version that trained it was rejected.
 
 
-class Rounds:
+class Rounds(Verbs):
     """Operations on training rounds."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def start(self, alias: str, from_version: int) -> Round:
         """Start a round; a round that a dead trainer left open is abandoned.
@@ -286,45 +258,24 @@ class Rounds:
         )
         table = schema.rounds
         with write(self._engine) as connection:
-            connection.execute(
-                sa.update(table)
-                .where(table.c.alias == alias, table.c.state == RoundState.STARTED)
-                .values(
-                    state=RoundState.ABANDONED,
-                    reason="the trainer stopped before the commit",
-                    ended_at=time.time(),
-                )
-            )
+            left = sa.update(table).where(matches(table, alias=alias, state=RoundState.STARTED))
+            reason = "the trainer stopped before the commit"
+            connection.execute(left.values(state=RoundState.ABANDONED, reason=reason, ended_at=time.time()))
             # The update above waited for a concurrent commit of another trainer, so this query sees it.
-            newest = connection.scalar(
-                sa.select(sa.func.max(table.c.to_version)).where(
-                    table.c.alias == alias,
-                    table.c.state == RoundState.COMMITTED,
-                    table.c.to_version.not_in(_rejected(alias)),
-                )
-            )
+            committed = sa.select(sa.func.max(table.c.to_version)).where(_continued(alias))
+            newest = connection.scalar(committed)
             if (newest or BASE_VERSION) != from_version:
                 raise InvalidTransition(
                     f"{alias}@{newest} is committed: a round continues from it, not from {from_version}"
                 )
-            row = {
-                "id": started.id,
-                "alias": alias,
-                "state": started.state,
-                "from_version": from_version,
-                "started_at": started.started_at,
-                "metrics": {},
-            }
-            if not insert_or_ignore(connection, table, [row]):
+            if not insert_or_ignore(connection, table, [msgspec.structs.asdict(started)]):
                 raise InvalidTransition(f"another trainer of {alias} started a round at the same moment")
         return started
 
     def next_version(self, alias: str) -> int:
         """Return the number of an alias's next version; numbers are never reused."""
         table = schema.policies
-        with read(self._engine) as connection:
-            newest = connection.scalar(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias))
-        return int(newest or 0) + 1
+        return int(self._value(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias)) or 0) + 1
 
     def commit(
         self,
@@ -349,18 +300,9 @@ class Rounds:
             _consume(connection, round_id, groups)
             _record_demonstrations(connection, round_id, demonstrations)
             now = time.time()
-            committed = connection.execute(
-                sa.update(schema.rounds)
-                .where(schema.rounds.c.id == round_id, schema.rounds.c.state == RoundState.STARTED)
-                .values(
-                    state=RoundState.COMMITTED,
-                    to_version=version,
-                    ended_at=now,
-                    checkpoint=checkpoint,
-                    metrics=dict(metrics),
-                )
-            )
-            if not committed.rowcount:
+            started = sa.update(schema.rounds).where(matches(schema.rounds, id=round_id, state=RoundState.STARTED))
+            made = {"to_version": version, "ended_at": now, "checkpoint": checkpoint, "metrics": dict(metrics)}
+            if not connection.execute(started.values(state=RoundState.COMMITTED, **made)).rowcount:
                 raise InvalidTransition(f"round {round_id} was changed by another process")
             return _register_candidate(connection, current.alias, version, checkpoint, round_id, now)
 
@@ -408,61 +350,46 @@ class Rounds:
     def abandon(self, round_id: str, reason: str) -> None:
         """Abandon a round; its groups wait for another one."""
         check_transition(ROUND_TRANSITIONS, self.get(round_id).state, RoundState.ABANDONED, f"round {round_id}")
-        table = schema.rounds
-        with write(self._engine) as connection:
-            connection.execute(
-                sa.update(table)
-                .where(table.c.id == round_id)
-                .values(state=RoundState.ABANDONED, reason=reason, ended_at=time.time())
-            )
+        mine = sa.update(schema.rounds).where(schema.rounds.c.id == round_id)
+        self._change(mine.values(state=RoundState.ABANDONED, reason=reason, ended_at=time.time()))
 
     def get(self, round_id: str) -> Round:
         """Return a round. Raises RecordNotFound."""
-        found = self._select(schema.rounds.c.id == round_id, 1)
-        if not found:
-            raise RecordNotFound(f"no round {round_id}")
-        return found[0]
+        return self._one(Round, sa.select(schema.rounds).where(schema.rounds.c.id == round_id), f"no round {round_id}")
 
     def newest_committed(self, alias: str) -> Round | None:
         """Return the newest committed round whose version is not rejected; training continues from its checkpoint."""
-        table = schema.rounds
-        committed = sa.and_(table.c.alias == alias, table.c.state == RoundState.COMMITTED)
-        found = self._select(sa.and_(committed, table.c.to_version.not_in(_rejected(alias))), 1)
-        return found[0] if found else None
+        return next(iter(self._newest(_continued(alias), 1)), None)
 
     def page(self, alias: str | None = None, limit: int = 100, before: str | None = None) -> list[Round]:
         """Return at most `limit` rounds, newest first, older than the round id `before`."""
-        table = schema.rounds
-        where = sa.and_(table.c.alias == alias if alias else sa.true(), table.c.id < before if before else sa.true())
-        return self._select(where, min(limit, 1000))
+        older = schema.rounds.c.id < before if before else sa.true()
+        return self._newest(sa.and_(matches(schema.rounds, alias=alias or None), older), min(limit, MAX_PAGE))
 
     def rounds_after(self, alias: str, round_id: str, limit: int = 1000) -> list[Round]:
         """Return the rounds after a round id, oldest first; `""`: from the first one."""
         table = schema.rounds
-        return self._select(sa.and_(table.c.alias == alias, table.c.id > round_id), limit, table.c.id)
+        query = sa.select(table).where(table.c.alias == alias, table.c.id > round_id).order_by(table.c.id)
+        return self._records(Round, query.limit(limit))
 
-    def _select(
-        self, where: sa.ColumnElement[bool], limit: int, order: sa.ColumnElement[Any] | None = None
-    ) -> list[Round]:
-        table = schema.rounds
-        with read(self._engine) as connection:
-            ordered = sa.select(table).where(where).order_by(table.c.id.desc() if order is None else order)
-            rows = connection.execute(ordered.limit(limit)).all()
-        return [row_to(Round, row) for row in rows]
+    def _newest(self, where: sa.ColumnElement[bool], limit: int) -> list[Round]:
+        return self._records(
+            Round, sa.select(schema.rounds).where(where).order_by(schema.rounds.c.id.desc()).limit(limit)
+        )
 
 
 def _check_decided(connection: sa.Connection, alias: str) -> None:
     """Raise InvalidTransition if a version of the alias is not decided, or a round is open."""
     policies, rounds = schema.policies, schema.rounds
     undecided = sa.select(policies.c.version, policies.c.state).where(
-        policies.c.alias == alias, policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.RAMP))
+        matches(policies, alias=alias, state=(PolicyState.CANDIDATE, PolicyState.RAMP))
     )
     for version, state in connection.execute(undecided):
         raise InvalidTransition(
             f"{alias}@{version} is a {state} that is not decided: wait for it, or decide with `ratchet policies "
             "promote` or `ratchet policies rollback`"
         )
-    started = sa.select(rounds.c.id).where(rounds.c.alias == alias, rounds.c.state == RoundState.STARTED)
+    started = sa.select(rounds.c.id).where(matches(rounds, alias=alias, state=RoundState.STARTED))
     if connection.scalar(started) is not None:
         raise InvalidTransition(f"a round of {alias} is open: try again when it has ended")
 
@@ -470,7 +397,7 @@ def _check_decided(connection: sa.Connection, alias: str) -> None:
 def _check_parent(connection: sa.Connection, training: Round) -> None:
     """Raise InvalidTransition if the version that the round continues from was rejected; a rollback waits for us."""
     table = schema.policies
-    parent = sa.and_(table.c.alias == training.alias, table.c.version == training.from_version)
+    parent = matches(table, alias=training.alias, version=training.from_version)
     state = connection.scalar(sa.select(table.c.state).where(parent).with_for_update(read=True))
     if state == PolicyState.REJECTED:
         raise InvalidTransition(
@@ -482,7 +409,7 @@ def _check_parent(connection: sa.Connection, training: Round) -> None:
 def _live_prompt(connection: sa.Connection, alias: str) -> str | None:
     """Return the live prompt, which the new version keeps."""
     policies = schema.policies
-    live = sa.and_(policies.c.alias == alias, policies.c.state == PolicyState.LIVE)
+    live = matches(policies, alias=alias, state=PolicyState.LIVE)
     found: str | None = connection.scalar(sa.select(policies.c.prompt_id).where(live))
     return found
 
@@ -508,7 +435,7 @@ def _register_candidate(
         evidence=evidence or {},
         prompt_id=_live_prompt(connection, alias),
     )
-    row = {name: getattr(policy, name) for name in Policy.__struct_fields__}
+    row = msgspec.structs.asdict(policy)
     try:
         connection.execute(sa.insert(schema.policies).values(**row, base_model_id=base_model_id_of(alias)))
     except IntegrityError as taken:  # a prompt version was registered during the round
@@ -516,32 +443,31 @@ def _register_candidate(
     return policy
 
 
-def _rejected(alias: str) -> sa.Select[tuple[int]]:
-    """Return the query for rejected versions."""
-    policies = schema.policies
-    return sa.select(policies.c.version).where(policies.c.alias == alias, policies.c.state == PolicyState.REJECTED)
+def _continued(alias: str) -> sa.ColumnElement[bool]:
+    """Return the condition of the committed rounds whose version is not rejected: training continues from them."""
+    policies, rounds = schema.policies, schema.rounds
+    rejected = sa.select(policies.c.version).where(matches(policies, alias=alias, state=PolicyState.REJECTED))
+    return sa.and_(matches(rounds, alias=alias, state=RoundState.COMMITTED), rounds.c.to_version.not_in(rejected))
 
 
 def _consume(connection: sa.Connection, round_id: str, group_ids: Sequence[str]) -> None:
     groups, trajectories = schema.groups, schema.trajectories
     moved = connection.execute(
-        sa.update(groups)
-        .where(groups.c.id.in_(group_ids), groups.c.state == GroupState.JUDGED)
-        .values(state=GroupState.TRAINED)
+        sa.update(groups).where(matches(groups, id=group_ids, state=GroupState.JUDGED)).values(state=GroupState.TRAINED)
     )
     if moved.rowcount != len(group_ids):
         raise InvalidTransition(f"{len(group_ids) - moved.rowcount} of {len(group_ids)} groups do not wait for a round")
     connection.execute(
         sa.update(trajectories)
-        .where(trajectories.c.group_id.in_(group_ids), trajectories.c.state == TrajectoryState.GROUPED)
+        .where(matches(trajectories, group_id=group_ids, state=TrajectoryState.GROUPED))
         .values(state=TrajectoryState.TRAINED, round_id=round_id)
     )
 
 
 def _record_demonstrations(connection: sa.Connection, round_id: str, demonstrations: Sequence[str]) -> None:
     trajectories = schema.trajectories
-    for start in range(0, len(demonstrations), MAX_IN_VALUES):
-        there = sa.select(trajectories.c.id).where(trajectories.c.id.in_(demonstrations[start : start + MAX_IN_VALUES]))
+    for names in chunks(demonstrations):
+        there = sa.select(trajectories.c.id).where(trajectories.c.id.in_(names))
         rows = [{"round_id": round_id, "trajectory_id": name} for name in connection.scalars(there)]
         if rows:
             connection.execute(sa.insert(schema.sft_trajectories), rows)
