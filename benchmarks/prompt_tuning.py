@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.harness.chat_models import ScriptedReflectionModel
 from tests.harness.cli.project import ROOT, Project
-from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
 EXAMPLE = "ratchet.demo.email_search"
 PROPOSALS = (
@@ -57,12 +57,12 @@ def tuned(rollouts: int, held_out: int, seed: int, folder: Path) -> dict[str, An
     try:
         up = project.run("up", "--detach", seconds=300, **kept)
         assert up.returncode == 0, up.stdout
-        with ScriptedReflectionModel(Proposals()).running() as reflection:
+        with ScriptedReflectionModel(Proposals()) as reflection:
             words = [
                 "tune", "prompt", "--tasks", str(folder / "mail"), "--workflow", f"{EXAMPLE}.agent:workflow",
                 "--judge", f"{EXAMPLE}.judge:judge", "--max-rollouts", str(rollouts),
                 "--held-out-tasks", str(held_out), "--seed", str(seed), "--concurrency", "32",
-                "--reflection-url", reflection.url, "--reflection-model", "scripted-reflection",
+                "--reflection-url", reflection.base_url, "--reflection-model", "scripted-reflection",
             ]  # fmt: skip
             started = time.monotonic()
             done = subprocess.run(

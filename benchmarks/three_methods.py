@@ -22,8 +22,8 @@ from pathlib import Path
 import yaml
 
 from benchmarks.prompt_tuning import Proposals
+from tests.harness.chat_models import ScriptedReflectionModel
 from tests.harness.cli.project import ROOT, Project
-from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
 EXAMPLE = "ratchet.demo.email_search"
 ALIAS = "email-agent"
@@ -67,10 +67,10 @@ def measure(folder: Path, rounds: int, rollouts: int, seed: int, png: Path | Non
     run = ThreeMethodsRun(folder, seed)
     try:
         run.ratchet("up", "--detach", seconds=400)
-        with ScriptedReflectionModel(Proposals()).running() as reflection:
+        with ScriptedReflectionModel(Proposals()) as reflection:
             run.tune(
                 "prompt", "--max-rollouts", str(rollouts),
-                "--reflection-url", reflection.url, "--reflection-model", "scripted stand-in",
+                "--reflection-url", reflection.base_url, "--reflection-model", "scripted stand-in",
             )  # fmt: skip
         run.tune(
             "weights", "--rounds", str(rounds), "--tasks-per-round", "16", "--attempts", "8",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store.store import open_store
+from ratchet.store.store import Store, open_store
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,3 +32,11 @@ def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store_file(migrated: Path, tmp_path: Path) -> Path:
     """The file of an empty SQLite store, `store.db` in the test's folder."""
     return Path(shutil.copy(migrated, tmp_path / "store.db"))
+
+
+@pytest.fixture
+def store(store_file: Path) -> Iterator[Store]:
+    """A fresh SQLite store."""
+    opened = open_store(str(store_file))
+    yield opened
+    opened.close()

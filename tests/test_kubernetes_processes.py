@@ -69,7 +69,7 @@ class Pods:
         assert self._running[name].poll() is None, self.log(name)
         with contextlib.suppress(httpx.HTTPError):
             urls = [f"http://127.0.0.1:{self.ports[name]}{path}" for path in _probes(name)]
-            return all(httpx.get(url, timeout=20).status_code == 200 for url in urls)
+            return all(httpx.get(url, timeout=60).status_code == 200 for url in urls)
         return False
 
     def log(self, name: str) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.cli.project import ROOT, Project
 from tests.harness.clients.program import HERE, client_python
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.harness.trainer.tiny import build_tiny_model
 from tests.harness.tuner.model_project import model_project
 
@@ -108,7 +108,7 @@ def test_the_quick_start_compares_models(project: Project) -> None:
 
 
 def test_ruler_scores_what_the_notebook_gathers(project: Project) -> None:
-    model = ScriptedJudgeModel()
+    model = ScriptedModel()
 
     def rank(body: dict[str, Any]) -> tuple[int, Any]:
         content = body["messages"][-1]["content"]
@@ -117,7 +117,7 @@ def test_ruler_scores_what_the_notebook_gathers(project: Project) -> None:
         return says({"scores": scores})
 
     model.answers = [rank] * 2
-    with model_project(project), model.running():
+    with model_project(project), model:
         text = printed("own_judge_and_ruler", project.folder, JUDGE_URL=f"{model.url}/v1")
     assert text.count("0.25 it is short") == 8
     assert "'Rome, Paris, Oslo'            0.0" in text, "the rule refuses a list of candidates"

@@ -140,7 +140,7 @@ def post_without_reading(url: str, body: dict[str, Any]) -> socket.socket:
 def leave(url: str, body: dict[str, Any]) -> None:
     """Ask, and go away: after ten events of a stream, or as soon as the proxy has forwarded a whole call."""
     if body["stream"]:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as answer:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
             events = (line for line in answer.iter_lines() if line.startswith("data:"))
             assert len(list(islice(events, 10))) == 10  # the first one brings no token
         return

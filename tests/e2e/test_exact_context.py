@@ -162,13 +162,13 @@ def test_under_a_prompt_that_is_swapped_in_too(engine: tuple[str, Model], mode: 
         text = proxy.store.trajectories.read(calls[0].trajectory_id).messages[0]
         assert text["content"] == "You are an agent"
         body = {"model": _base(url), "tokens": unpack_ids(calls[0].prompt_ids)}
-        sent = httpx.post(f"{url}/detokenize", json=body, timeout=20).json()["prompt"]
+        sent = httpx.post(f"{url}/detokenize", json=body, timeout=60).json()["prompt"]
         assert ("You are an agent" in sent, "Search the inbox first." in sent) == (mode == "append", True)
 
 
 def _base(url: str) -> str:
     """Return the name that vLLM knows the base model by."""
-    return str(httpx.get(f"{url}/v1/models", timeout=20).json()["data"][0]["id"])
+    return str(httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"])
 
 
 @pytest.mark.e2e

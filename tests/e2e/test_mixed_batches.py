@@ -80,7 +80,7 @@ def test_prompt_logprobs_of_base_model_and_adapters_beside_other_calls_end_no_en
                 assert got.result() == pytest.approx(alone[kind], abs=1e-3), kind
             for other in others:
                 other.result()
-        assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
     for model in models:
         assert alone[model, "echo"] == pytest.approx(alone[model, "completions"], abs=1e-3)
     assert alone[models[1], "chat"] != pytest.approx(alone[BASE, "chat"], abs=0.1)

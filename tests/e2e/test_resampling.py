@@ -32,12 +32,12 @@ def test_a_call_with_tools_is_resampled_token_for_token(project: Project, tmp_pa
         )  # fmt: skip
         trainer = ResamplingTrainer(store, settings)
         try:
-            eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=5).status_code == 200)
+            eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=60).status_code == 200)
             request: Any = {"model": "agent", "messages": opening("Where is the picnic?", 6), "tools": list(TOOLS)}
             with openai.OpenAI(base_url=proxy.url + "/v1", api_key="x") as agent:
                 agent.chat.completions.create(**request, temperature=1.0, max_tokens=24)
             trainer.until(lambda: store.groups.page())
-            counted = httpx.get(f"{proxy.url}/metrics", timeout=10).text
+            counted = httpx.get(f"{proxy.url}/metrics", timeout=60).text
         finally:
             trainer.assembly.close()
             proxy.stop()

@@ -12,8 +12,9 @@ from ratchet.demo.email_search.__main__ import main
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.store.store import open_store
-from tests.harness.examples.player import Messages, Player, Script
 from tests.harness.proxy.running_proxy import Proxy, running
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.scripts import Messages, Script
 from tests.harness.proxy.servers import served
 
 
@@ -46,7 +47,7 @@ def play(store_file: Path, tmp_path: Path) -> Iterator[Callable[[Callable[[Messa
 
         def start(model: Callable[[Messages], Script]) -> Proxy:
             store = stack.enter_context(contextlib.closing(open_store(str(store_file))))
-            url = stack.enter_context(served(Player(model)))
+            url = stack.enter_context(served(ScriptedVllm(play=lambda body: model(body["messages"]))))
             return stack.enter_context(running(url, store, tmp_path))
 
         yield start

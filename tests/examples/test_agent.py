@@ -16,8 +16,8 @@ from ratchet.demo.email_search.agent import TOOLS
 from ratchet.demo.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mail, Mailbox
 from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.demo.traffic import TaskRollout, shuffled
+from tests.harness.chat_models import Reply, ScriptedModel, completion, tool_call
 from tests.harness.examples.mail_rollouts import run_tasks
-from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
 
 PACKAGE = Path(ratchet.demo.__file__).parent
 SDK_HEADERS = {"accept", "accept-encoding", "authorization", "connection", "content-length", "content-type", "host"}
@@ -55,7 +55,7 @@ def test_the_agent_and_all_that_it_imports_need_only_the_sdk_and_rich() -> None:
 async def test_a_request_holds_nothing_that_is_not_the_sdks_or_the_apis(box: Mailbox, task: MailTask) -> None:
     with ScriptedModel(lambda _: completion(tool_call("return_final_answer", '{"answer": "x"}'))) as model:
         await run(box, task, model)
-    ((headers, body),) = model.requests
+    (headers,), (body,) = model.headers, model.requests
     own = {key for key in headers if not key.startswith("x-stainless-")} - SDK_HEADERS
     assert own == {"user-agent"}
     assert headers["authorization"] == "Bearer sk-test"
@@ -68,7 +68,7 @@ async def test_a_request_holds_nothing_that_is_not_the_sdks_or_the_apis(box: Mai
 async def test_the_prompt_carries_turns_date_and_address(box: Mailbox, task: MailTask) -> None:
     with ScriptedModel(lambda _: completion({"role": "assistant", "content": "no"})) as model:
         await run(box, task, model, max_turns=7)
-    system, user = model.requests[0][1]["messages"]
+    system, user = model.requests[0]["messages"]
     assert "7 turns" in system["content"]
     assert TODAY in system["content"]
     assert USER_EMAIL in system["content"]
@@ -84,7 +84,8 @@ async def test_a_task_with_user_and_day_runs_as_that_user_on_that_day() -> None:
     box = Mailbox.build(":memory:", mails)
     mail_task = MailTask("t", "Where is the lease?", "Oslo", "", "", "", "", "joe@corp.example", "1999-12-11")
 
-    def reply(messages: list[dict[str, Any]]) -> Reply:
+    def reply(body: dict[str, Any]) -> Reply:
+        messages = body["messages"]
         if len(messages) == 2:
             return completion(tool_call("search_inbox", '{"keywords": ["lease"]}'))
         if len(messages) == 4:
@@ -93,7 +94,7 @@ async def test_a_task_with_user_and_day_runs_as_that_user_on_that_day() -> None:
 
     with ScriptedModel(reply) as model:
         await run(box, mail_task, model)
-    messages = model.requests[-1][1]["messages"]
+    messages = model.requests[-1]["messages"]
     assert "joe@corp.example" in messages[0]["content"]
     assert "1999-12-11" in messages[0]["content"]
     assert [hit["message_id"] for hit in json.loads(messages[3]["content"])] == ["mine"]
@@ -104,7 +105,8 @@ async def test_a_task_with_user_and_day_runs_as_that_user_on_that_day() -> None:
 def perfect(task: MailTask) -> Any:
     """Searches, reads and answers."""
 
-    def reply(messages: list[dict[str, Any]]) -> Reply:
+    def reply(body: dict[str, Any]) -> Reply:
+        messages = body["messages"]
         turn = sum(message["role"] == "assistant" for message in messages)
         if turn == 0:
             return completion(tool_call("search_inbox", json.dumps({"keywords": [task.person, task.topic]})))
@@ -152,7 +154,7 @@ async def test_the_model_sees_that_its_arguments_are_not_json(box: Mailbox, task
     with ScriptedModel(lambda _: completion(tool_call("read_email", '{"message_id": '))) as model:
         (rollout,) = await run(box, task, model)
     assert rollout.tool_failures == {"malformed_json": 3}
-    assert model.requests[-1][1]["messages"][-1]["content"] == '{"error": "arguments are not JSON"}'
+    assert model.requests[-1]["messages"][-1]["content"] == '{"error": "arguments are not JSON"}'
 
 
 async def test_an_endless_run_stops_on_request_and_finishes_running_rollouts(home: Path, task: MailTask) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ratchet.demo.email_search.__main__ import main
 from ratchet.demo.email_search.tasks import read_tasks
 from ratchet.demo.traffic import TaskRollout, means
-from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
+from tests.harness.chat_models import Reply, ScriptedModel, completion, tool_call
 
 ROOT = Path(__file__).parents[2]
 ALWAYS_OSLO = '{"answer": "Oslo"}'

@@ -12,7 +12,7 @@ import pytest
 from ratchet.demo.email_search.agent import opening
 from ratchet.demo.email_search.judge import UnknownQuestionError, judge
 from ratchet.demo.email_search.tasks import MailTask, read_tasks
-from tests.harness.examples.scripted_model import tool_call
+from tests.harness.chat_models import tool_call
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import pytest
 
 from examples.math.judge import judge
 from tests.harness.clients.program import Program
-from tests.harness.examples.player import Messages, Script, calls, says, text_of
 from tests.harness.proxy.running_proxy import Proxy
+from tests.harness.proxy.scripts import Messages, Script, calls, says, text_of
 
 ROOT = Path(__file__).parents[2]
 TASK = {"id": "test/0", "question": "What is 14 plus 30?", "answer": "44"}

@@ -25,8 +25,8 @@ from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
 from tests.harness.clients.program import Program
-from tests.harness.examples.player import Messages, Script, calls, says, text_of
 from tests.harness.proxy.running_proxy import Proxy
+from tests.harness.proxy.scripts import Messages, Script, calls, says, text_of
 from tests.harness.proxy.servers import eventually
 from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.harness.trainer.stepped_controller import SteppedController
@@ -181,7 +181,7 @@ async def test_what_agentscope_did_in_rollouts_is_judged_and_trained_into_a_vers
     controller = SteppedController(settings, proxy.store)
     engine.scorer = Faithful(engine, lambda: controller.learner)
     try:
-        eventually(lambda: controller.step(time.time() + 60.0) and proxy.store.rounds.newest_committed("agent"), 30)
+        eventually(lambda: controller.step(time.time() + 60.0) and proxy.store.rounds.newest_committed("agent"))
     finally:
         controller.close()
         engine.close()

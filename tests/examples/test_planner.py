@@ -20,8 +20,8 @@ from ratchet.settings.load_settings import load
 from ratchet.trainer.controller.collect.collector import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.token_row import UNTRAINED_ROLE, Roles
-from tests.harness.examples.player import Messages, Script, calls, says, text_of
 from tests.harness.proxy.running_proxy import Proxy
+from tests.harness.proxy.scripts import Messages, Script, calls, says, text_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "planner"
 TASK = {"id": "test/0", "question": "What is 20 plus 30, minus 8?", "answer": "42"}

@@ -27,8 +27,8 @@ from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
 from ratchet.trainer.settings.judge_specs import FeedbackSpec
 from tests.harness.cli.project import Project
-from tests.harness.examples.player import Messages, Script, calls
 from tests.harness.proxy.running_proxy import Proxy
+from tests.harness.proxy.scripts import Messages, Script, calls
 
 Play = Callable[[Callable[[Messages], Script]], Proxy]
 FOLDER = Path(__file__).parents[2] / "examples" / "production"

@@ -9,8 +9,8 @@ import pytest
 
 from examples.reflexion import workflow
 from ratchet.trainer.rows.build_rows import build_rows
-from tests.harness.examples.player import Messages, Script, says, text_of
 from tests.harness.proxy.running_proxy import Proxy
+from tests.harness.proxy.scripts import Messages, Script, says, text_of
 
 Play = Callable[[Callable[[Messages], Script]], Proxy]
 TASK = {"question": "What is 6 times 7?"}

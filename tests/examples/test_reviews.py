@@ -13,7 +13,7 @@ import pytest
 
 from ratchet.demo import reviews
 from ratchet.demo.reviews import judge
-from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion
+from tests.harness.chat_models import Reply, ScriptedModel, completion
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_call_is_one_question_after_two_worked_examples_and_nothing_of_ratchet
         reviews.main(["test", "--tasks", "2", "--concurrency", "1", "--temperature", "0", "--out", str(tmp_path / "o")])
         == 0
     )
-    headers, body = server.requests[0]
+    headers, body = server.headers[0], server.requests[0]
     assert set(body) == {"model", "messages", "temperature", "max_tokens"}
     assert body["messages"] == reviews.prompt(reviews.held_out_tasks()[0].question)
     assert "ratchet" not in json.dumps([headers, body]).lower()

@@ -26,9 +26,9 @@ from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, synt
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.examples.mail_rollouts import run_tasks
-from tests.harness.examples.player import Messages, Script, calls, says
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.scripts import Messages, Script, calls, says
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.trainer.scripted_learner import ScriptedLearner
 from tests.harness.trainer.stepped_controller import SteppedController

@@ -13,7 +13,7 @@ import pytest
 from ratchet.demo.email_search.agent import NoAnswerError, workflow
 from ratchet.demo.email_search.judge import judge
 from ratchet.demo.email_search.tasks import MailTask
-from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
+from tests.harness.chat_models import Reply, ScriptedModel, completion, tool_call
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_it_takes_a_task_a_url_a_key_and_a_model_and_nothing_else() -> None:
 async def test_the_answer_that_the_agent_gave_is_the_response(task: MailTask) -> None:
     with ScriptedModel(lambda _: answering("Oslo")) as model:
         assert await run(task, model) == "Oslo"
-    ((headers, body),) = model.requests
+    (headers,), (body,) = model.headers, model.requests
     assert (headers["authorization"], body["model"]) == ("Bearer sk-test", "m")
     assert body["messages"][-1]["content"] == task.question
 

@@ -20,9 +20,9 @@ from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import EvaluationStopped, TuningError
 from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
-from tests.harness.examples.player import Messages, Script, calls, says
 from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.scripts import Messages, Script, calls, says
 from tests.harness.proxy.servers import served
 
 TASKS = 12

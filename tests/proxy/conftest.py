@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store.store import Store, open_store
+from ratchet.store.store import Store
+from tests.harness.proxy.raw_upstream import RawUpstream, raw_upstream
 from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
@@ -35,12 +36,11 @@ def vllm_url(scripted: tuple[ScriptedVllm, str], vllm: ScriptedVllm) -> str:
     return scripted[1]
 
 
-@pytest.fixture
-def store(store_file: Path) -> Iterator[Store]:
-    """A fresh SQLite store."""
-    opened = open_store(str(store_file))
-    yield opened
-    opened.close()
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[RawUpstream]:
+    """An upstream that answers with any bytes."""
+    with raw_upstream() as server:
+        yield server
 
 
 @pytest.fixture

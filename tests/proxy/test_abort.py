@@ -36,7 +36,7 @@ def leave_in_the_middle(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> flo
     address = urlsplit(proxy.url)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(payload)}\r\n\r\n".encode()
     under_way, left = len(vllm.calls), len(vllm.left_at)
-    with socket.create_connection((address.hostname, address.port), timeout=5) as client:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as client:
         client.sendall(head + payload)
         eventually(lambda: len(vllm.calls) > under_way)
         if streamed:
@@ -132,7 +132,7 @@ def test_a_retry_after_leaving_a_quick_call_continues_the_same_trajectory(
     tmp_path: Path, vllm_url: str, store: Store
 ) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
-    with httpx.Client(base_url=process.url, timeout=20) as client:
+    with httpx.Client(base_url=process.url, timeout=60) as client:
         eventually(lambda: client.get("/health/ready").status_code == 200)
         for number in range(10):
             body = {"model": "agent", "messages": [{"role": "user", "content": f"{number} #wait=0.01"}]}

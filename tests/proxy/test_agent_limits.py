@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def test_an_agents_requests_are_limited_over_all_keys(start: Start, store: Store
     proxy = start(**several(**limits(requests_per_minute=2)))
     assert [call(proxy, "mail", path, key).status_code for key in keys] == [200, 200, 429]
     refused = call(proxy, "mail@0", path, keys[0])
-    assert "agent mail's limit of 2 requests per minute" in refused.json()["error"]["message"]
+    assert re.search(r"agent mail.* 2 requests per minute", refused.json()["error"]["message"])
     assert int(refused.headers["retry-after"]) <= 31
     assert [call(proxy, "support", path, key).status_code for key in keys] == [200] * 3
     proxy.settled()
@@ -49,12 +50,12 @@ def test_the_tokens_of_both_the_key_and_the_agent_are_settled(start: Start, stor
     long = [{"role": "user", "content": "x" * 40_000}]
     refused = call(proxy, "mail", key=key, messages=long)
     assert refused.status_code == 429
-    assert "agent mail's limit of 1000 tokens per minute" in refused.text
+    assert re.search(r"agent mail.* 1000 tokens per minute", refused.text)
     assert call(proxy, "support", key=key, messages=long).status_code == 200
 
 
 def test_a_limit_of_an_unknown_agent_is_refused() -> None:
-    with pytest.raises(ValueError, match="agent_limits names 'mial', which is not an agent: there are mail, support"):
+    with pytest.raises(ValueError, match=r"agent_limits.*'mial'.*: there are mail, support"):
         ProxySettings(**VALUES, agents=("mail", "support"), agent_limits={"mial": {"requests_per_minute": 1}})
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         ProxySettings(**VALUES, model="mail", agent_limits={"mail": {"requests_per_minute": 0}})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -20,7 +19,7 @@ from ratchet.store.operation_records import Alarm
 from ratchet.store.store import Store
 from tests.harness.json_server import IncomingRequest, JsonServer
 from tests.harness.proxy.running_proxy import running
-from tests.harness.proxy.servers import eventually
+from tests.harness.proxy.servers import eventually, until
 
 SECRET = "services/T000/B000/very-secret"
 
@@ -56,22 +55,15 @@ async def sender(store: Store, webhook: Webhook) -> AlarmWebhook:
     return started
 
 
-async def until(webhook: Webhook, count: int) -> None:
-    deadline = time.monotonic() + 20.0
-    while len(webhook.texts) < count and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
-    assert len(webhook.texts) == count
-
-
 async def test_an_alarm_is_sent_once_when_raised_and_once_when_cleared(store: Store, webhook: Webhook) -> None:
     store.alarms.raise_("length_drift:mail", "answers grew from 10 to 30 tokens")
     running = await sender(store, webhook)
-    await until(webhook, 1)
+    await until(lambda: len(webhook.texts) == 1)
     store.alarms.raise_("length_drift:mail", "answers grew from 10 to 31 tokens")
     store.alarms.raise_("other", "another one")
-    await until(webhook, 2)
+    await until(lambda: len(webhook.texts) == 2)
     store.alarms.clear("length_drift:mail")
-    await until(webhook, 3)
+    await until(lambda: len(webhook.texts) == 3)
     await running.stop()
     assert webhook.texts == [
         "Ratchet alarm raised: length_drift:mail\nanswers grew from 10 to 30 tokens",
@@ -87,13 +79,10 @@ async def test_an_alarm_is_sent_after_an_outage_of_the_webhook_and_its_url_is_in
     webhook.status = 503
     store.alarms.raise_("proxy", "down")
     running = await sender(store, webhook)
-    for _ in range(500):
-        if "event=alarm_webhook_failed" in caplog.text:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: "event=alarm_webhook_failed" in caplog.text)
     assert "it answered 503" in caplog.text
     webhook.status = 200
-    await until(webhook, 1)
+    await until(lambda: len(webhook.texts) == 1)
     await running.stop()
     assert "secret" not in caplog.text
 
@@ -102,7 +91,7 @@ async def test_of_two_proxies_one_sends(store: Store, webhook: Webhook) -> None:
     both = [await sender(store, webhook) for _ in range(2)]
     for number in range(5):
         store.alarms.raise_(f"alarm{number}", "why")
-    await until(webhook, 5)
+    await until(lambda: len(webhook.texts) == 5)
     for one in both:
         await one.stop()
     assert len(set(webhook.texts)) == 5
@@ -136,7 +125,7 @@ def test_a_message_cannot_mention_anybody() -> None:
 @pytest.mark.parametrize("url", ["slack", "ftp://host/secret", "https://", "https://host:port/secret"])
 def test_a_webhook_that_is_no_url_is_refused_without_its_text(url: str) -> None:
     values = {"upstreams": ["http://vllm"], "model": "mail", "store": "x.db", "journal": "j"}
-    with pytest.raises(ValidationError, match="RATCHET_ALARM_WEBHOOK_URL is not a URL: set one like") as refused:
+    with pytest.raises(ValidationError, match=r"RATCHET_ALARM_WEBHOOK_URL.*: set ") as refused:
         ProxySettings.read({"RATCHET_ALARM_WEBHOOK_URL": url}, **values)
     assert "secret" not in str(refused.value)
 

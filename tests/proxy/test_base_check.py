@@ -70,7 +70,7 @@ def test_a_vllm_restarted_with_another_base_makes_the_proxy_unready_until_the_ri
             assert ready.status_code == 503
             (reason,) = ready.json()["missing"]
             assert reason == alarms(store)["base_model:agent"]
-            assert "serves /models/other, which is not the base model" in reason
+            assert "/models/other" in reason
             assert "nats on average" in reason
         with served(ScriptedVllm(), port):
             eventually(lambda: proxy.http.get("/health/ready").status_code == 200)

@@ -113,7 +113,7 @@ def test_the_client_is_the_one_that_a_trusted_proxy_names(
 def test_a_trusted_proxy_on_a_socket_for_both_families_is_known_and_a_name_is_refused(tmp_path: Path) -> None:
     values = {"upstreams": ("http://x",), "model": "agent", "store": "-", "journal": tmp_path}
     assert "::ffff:10.0.0.0/104" in ProxySettings(**values, trusted_proxies=("10.0.0.0/8",)).trusted_hosts
-    with pytest.raises(ValidationError, match=r"write an address or a network, like 10\.0\.0\.7"):
+    with pytest.raises(ValidationError, match=r"address or .* network.* 10\.0\.0\.7"):
         ProxySettings(**values, trusted_proxies=("*",))
 
 
@@ -150,7 +150,7 @@ def test_the_log_can_be_switched_off(start: Start, lines: Lines) -> None:
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_the_process_writes_its_log_in_the_configured_format(form: str, tmp_path: Path, vllm_url: str) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url], log_format=form)
-    with httpx.Client(base_url=process.url, timeout=20) as client:
+    with httpx.Client(base_url=process.url, timeout=60) as client:
         eventually(lambda: client.get("/health/ready").status_code == 200)
         client.post(CALL, json=chat_body("hi"))
     assert process.stop() == 0

@@ -55,7 +55,7 @@ class Changing:
             done.set()
 
         self._loop.call_soon_threadsafe(change)
-        assert done.wait(20)
+        assert done.wait(60)
         if raised:
             raise raised[0]
 

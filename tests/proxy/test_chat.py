@@ -242,7 +242,7 @@ def test_an_unreachable_upstream_is_named_to_operators(start: Start, vllm: Scrip
         proxy = start(upstreams=(url,))
     answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": ask("hi")})
     assert answer.status_code == 502
-    assert answer.json()["error"]["message"] == "the upstream of agent@0 cannot be reached"
+    assert "agent@0" in answer.json()["error"]["message"]
     ready = eventually(lambda: (health := proxy.http.get("/health/ready")).status_code == 503 and health)
     assert url in ready.json()["missing"][0]
     assert last_call(proxy).state == CallState.FAILED

@@ -108,7 +108,7 @@ async def test_idle_connections_to_a_server_that_is_not_used_any_more_are_closed
         assert await fetch(client, gone) == (200, b"ok")
         assert not closed.is_set()
         assert await fetch(client, new) == (200, b"ok")
-        await asyncio.wait_for(closed.wait(), 30)
+        await asyncio.wait_for(closed.wait(), 60)
 
 
 async def test_a_stale_keep_alive_connection_fails_no_call(client: HttpClient) -> None:
@@ -212,13 +212,13 @@ async def test_an_abandoned_answer_closes_its_connection_at_once(client: HttpCli
             assert piece == b"abc"
             break
         answer.close()
-        await asyncio.wait_for(closed.wait(), 10)
+        await asyncio.wait_for(closed.wait(), 60)
         closed.clear()
         requested.clear()
         waiting = asyncio.create_task(fetch(client, url))
-        await asyncio.wait_for(requested.wait(), 10)
+        await asyncio.wait_for(requested.wait(), 60)
         waiting.cancel()
-        await asyncio.wait_for(closed.wait(), 10)
+        await asyncio.wait_for(closed.wait(), 60)
 
 
 async def test_a_slow_reader_applies_backpressure(client: HttpClient) -> None:

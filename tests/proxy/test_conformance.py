@@ -13,6 +13,7 @@ import pytest
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.scripts import obliging
 from tests.harness.proxy.servers import served
 
 # The suite skips its reasoning cases for models whose names it does not know.
@@ -51,7 +52,7 @@ def comply(url: str, form: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("form", "cases"), [("openai-chat", 9), ("open-responses", 13), ("anthropic", 9)])
 def test_llm_comply_passes_except_for_the_listed_cases(store: Store, tmp_path: Path, form: str, cases: int) -> None:
     agents: dict[str, Any] = {"model": "", "agents": (MODEL, "another")}  # with one agent a call need not name it
-    with served(ScriptedVllm(obliging=True)) as vllm, running(vllm, store, tmp_path, **agents) as proxy:
+    with served(ScriptedVllm(play=obliging)) as vllm, running(vllm, store, tmp_path, **agents) as proxy:
         results = comply(proxy.url, form)
     assert len(results) >= cases
     failed = {result["id"]: set(result["errors"]) for result in results if result["status"] != "passed"}

@@ -17,7 +17,7 @@ from ratchet.store.records import Call
 from ratchet.store.states import CallState
 from ratchet.store.store import open_store
 from ratchet.trainer.rows.build_rows import why_untrainable
-from tests.harness.proxy.raw_upstream import RawUpstream, http, raw_upstream, stream
+from tests.harness.proxy.raw_upstream import RawUpstream, http, stream
 from tests.harness.proxy.running_proxy import Proxy, running
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -87,12 +87,6 @@ CUTS: dict[str, Callable[[str], bytes]] = {
     "whole: an error with status 200": lambda path: http(ERROR % 503),
     "whole: less than it said": lambda path: http(whole(path), length=10**6),
 }
-
-
-@pytest.fixture(scope="module")
-def upstream() -> Iterator[RawUpstream]:
-    with raw_upstream() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

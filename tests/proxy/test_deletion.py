@@ -39,8 +39,8 @@ def test_deleted_messages_that_are_sent_again_are_stored_again(vllm_url: str, tm
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     store = open_store(str(tmp_path / "store.db"))
     try:
-        with httpx.Client(base_url=process.url, timeout=20) as http:
-            eventually(lambda: http.get("/health/ready").status_code == 200, 10)
+        with httpx.Client(base_url=process.url, timeout=60) as http:
+            eventually(lambda: http.get("/health/ready").status_code == 200)
             _say(http)
             eventually(lambda: http.get("/health/backlog").json()["unshipped_records"] == 0)
             eventually(lambda: store.trajectories.page())
@@ -63,7 +63,7 @@ def test_calls_during_a_deletion_lose_no_message(proxy: Proxy, vllm: ScriptedVll
     kept: list[str] = []
 
     def agents() -> None:
-        with httpx.Client(base_url=proxy.url, timeout=20) as http:
+        with httpx.Client(base_url=proxy.url, timeout=60) as http:
             while not stop.is_set():
                 kept.append(_say(http))
 

@@ -204,8 +204,8 @@ def test_the_conversation_goes_on_with_the_agent_after_an_outage(
 @pytest.mark.parametrize(
     ("rules", "says"),
     [
-        ({"outage": {"mial": ["big"]}}, "fallbacks.outage names 'mial', which is no agent and not in model_list"),
-        ({"outage": {"agent": ["bug"]}}, "agent cannot fall back to 'bug': name another model of model_list"),
+        ({"outage": {"mial": ["big"]}}, "fallbacks.outage .*'mial'.* model_list"),
+        ({"outage": {"agent": ["bug"]}}, "agent .*'bug': name .* model_list"),
         ({"context_length": {"big": ["big"]}}, "big cannot fall back to 'big'"),
         ({"timeout": {}}, "Extra inputs"),
     ],

@@ -95,7 +95,7 @@ def test_every_field_is_stored(proxy: Proxy) -> None:
         ({"value": 1}, "trajectory_id"),
         ({"call_id": "a", "trajectory_id": "b", "value": 1}, "one of"),
         ({"call_id": "a"}, "give a value"),
-        ({"call_id": "a", "value": "maybe"}, 'value: give a number from -1e+09 to 1e+09, true, false, "up" or "down"'),
+        ({"call_id": "a", "value": "maybe"}, '"up" or "down"'),
         ({"call_id": "a", "value": "1"}, "value"),
         ({"call_id": "a", "value": 1e300}, "value"),
         ({"call_id": "a", "value": 10**400}, "value"),
@@ -231,9 +231,9 @@ def test_feedback_survives_a_kill_while_the_store_is_away(vllm_url: str, tmp_pat
     folder = tmp_path / "db"
     folder.mkdir()
     process = ProxyProcess(tmp_path, upstreams=[vllm_url], store=str(folder / "store.db"))
-    eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)
+    eventually(lambda: httpx.get(process.url + "/health/ready", timeout=60).status_code == 200)
     folder.rename(tmp_path / "away")
-    with httpx.Client(base_url=process.url, timeout=20) as client:
+    with httpx.Client(base_url=process.url, timeout=60) as client:
         name = client.post("/v1/chat/completions", json=BODY).json()["id"]
         answer = client.post("/api/feedback", json={"response_id": name, "value": "down"})
         assert answer.status_code == 202, answer.text
@@ -251,8 +251,8 @@ def test_feedback_survives_a_kill_while_the_store_is_away(vllm_url: str, tmp_pat
 @pytest.mark.slow
 def test_without_a_durable_journal_feedback_is_refused(vllm_url: str, tmp_path: Path) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
-    eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)
-    with httpx.Client(base_url=process.url, timeout=20) as client:
+    eventually(lambda: httpx.get(process.url + "/health/ready", timeout=60).status_code == 200)
+    with httpx.Client(base_url=process.url, timeout=60) as client:
         name = client.post("/v1/chat/completions", json=BODY).headers["x-ratchet-call"]
         eventually(lambda: client.get("/health/backlog").json()["unshipped_records"] == 0)
         for segment in (tmp_path / "journal").glob("*.journal"):

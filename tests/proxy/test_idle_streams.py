@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -32,8 +33,7 @@ def test_a_silent_stream_is_ended_and_the_setting_named(
     proxy = start(stream_idle_timeout_seconds=0.3, model_list=(hosted,))
     answer = call(proxy, model, path, stream=True, **BODIES[path])
     assert answer.status_code == 200
-    assert "sent nothing for 0.3 s in the middle of its stream" in answer.text
-    assert "stream_idle_timeout_seconds" in answer.text
+    assert re.search(r"0\.3 s.*stream_idle_timeout_seconds", answer.text)
     proxy.settled()
     (recorded,) = proxy.store.calls.page()
     assert (recorded.state, recorded.alias) == (CallState.FAILED, model)

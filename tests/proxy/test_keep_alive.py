@@ -111,7 +111,7 @@ def test_a_client_that_leaves_while_it_gets_comments_stops_the_upstream(proxy: P
     with proxy.http.stream("POST", "/v1/chat/completions", json=chat("#wait=4")) as answer:
         assert next(answer.iter_raw()).startswith(b": keep-alive")
     proxy.http.close()
-    proxy.http = type(proxy.http)(base_url=proxy.url, timeout=20)
+    proxy.http = type(proxy.http)(base_url=proxy.url, timeout=60)
     proxy.settled()
     (call,) = proxy.store.calls.page(9)
     assert (call.state, call.error) == ("aborted", "the client disconnected")

@@ -39,7 +39,7 @@ def test_an_unread_stderr_blocks_no_call_probe_or_shutdown(tmp_path: Path, vllm_
     process = ProxyProcess(tmp_path, errors=writer, upstreams=[vllm_url])
     os.close(writer)
     good, failed = ([{"role": "user", "content": text}] for text in ("#say=yes", "#tokens=9 #cut=2"))
-    with httpx.Client(base_url=process.url, timeout=10) as client:
+    with httpx.Client(base_url=process.url, timeout=60) as client:
         eventually(lambda: client.get("/health/ready").status_code == 200)
         for number in range(1050):
             messages = failed if number % 21 == 0 else good

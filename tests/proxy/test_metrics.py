@@ -122,7 +122,7 @@ def test_lag_is_the_age_of_the_oldest_unshipped_record(start: Start, tmp_path: P
         assert 1.2 < backlog.json()["lag_seconds"] < 4
         assert backlog.json()["unshipped_records"] >= 1
         writer.execute("ROLLBACK")
-    eventually(lambda: value(proxy, "ratchet_journal_lag_seconds") == 0, 20)
+    eventually(lambda: value(proxy, "ratchet_journal_lag_seconds") == 0)
     assert proxy.http.get("/health/backlog").status_code == 200
 
 

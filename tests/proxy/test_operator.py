@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def test_a_misspelled_filter_is_refused(proxy: Proxy) -> None:
     answer = proxy.http.get("/api/trajectories?model=agent&limit=3")
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
-    assert "unknown query parameter 'model'; /api/trajectories has: alias, before" in message
+    assert re.search("'model'.* /api/trajectories has: alias, before", message)
     assert proxy.http.get("/api/trajectories?alias=agent&limit=3").status_code == 200
     assert proxy.http.get("/api/policies/1/decisions?alais=agent").status_code in (400, 422)
 

@@ -104,11 +104,11 @@ async def test_a_full_queue_and_a_long_wait_are_refused_by_whose_limit_it_is() -
     running = [ask(requests, "a", "a0", 1), ask(requests, "b", "b0", 1)]
     await turn()
     waiting = ask(requests, "a", "a1", 1)
-    with pytest.raises(RateLimited, match="the key's limit of 1 parallel requests is reached and the queue is full"):
+    with pytest.raises(RateLimited, match=r"the key's limit of 1 parallel requests .* queue"):
         await ask(requests, "a", "a2", 1)
     other = ask(requests, "c", "c0")
     await turn()
-    with pytest.raises(NotReady, match=r"the proxy's limit of 2 parallel requests .* max_parallel_requests"):
+    with pytest.raises(NotReady, match=r"the proxy's limit of 2 .* max_parallel_requests"):
         await ask(requests, "d", "d0")
     for name in ("a0", "b0", "a1", "c0"):
         await app.let_go(name)
@@ -188,7 +188,7 @@ def test_refusals_have_each_dialects_form_and_name_the_limit(busy: tuple[Proxy, 
     refused = proxy.http.post("/v1/chat/completions", json=CHAT, headers=bearer(key))
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert refused.json()["error"]["code"] == "too_many_parallel_requests"
-    assert "raise the limit (the key's max_parallel_requests" in refused.json()["error"]["message"]
+    assert "the key's max_parallel_requests" in refused.json()["error"]["message"]
     refused = proxy.http.post("/v1/messages", json=CHAT, headers=bearer(key))
     assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
     assert proxy.http.get("/v1/models", headers=bearer(key)).status_code == 200, "only what may reach a model counts"

@@ -37,7 +37,7 @@ def test_a_key_has_one_place_and_other_keys_go_before_its_next_body(threads: int
     def parse(name: str, first: bool = False) -> Callable[[], object]:
         def read() -> None:
             if first:
-                may_end.wait(30)
+                may_end.wait(60)
             order.append(name)
 
         return read
@@ -65,7 +65,7 @@ def test_work_is_not_started_for_a_client_that_has_left_or_a_request_that_was_ca
 
     async def serve() -> None:
         pool = FairPool(2, "test")
-        first = run(pool, "a", lambda: may_end.wait(30))
+        first = run(pool, "a", lambda: may_end.wait(60))
         left = run(pool, "a", lambda: parsed.append("left"), has_left=True)
         cancelled = run(pool, "a", lambda: parsed.append("cancelled"))
         last = run(pool, "a", lambda: parsed.append("last"))

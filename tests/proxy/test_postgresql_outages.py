@@ -27,12 +27,12 @@ def test_a_postgresql_that_hangs_is_reported_as_down_and_fails_no_call(vllm_url:
     with postgres_server() as server:
         process = ProxyProcess(tmp_path, upstreams=[vllm_url], store=server.url)
         eventually(lambda: ready(process.url))
-        with httpx.Client(base_url=process.url, timeout=30) as client:
+        with httpx.Client(base_url=process.url, timeout=60) as client:
             eventually(lambda: "ratchet_store_up 1.0" in client.get("/metrics").text)
             server.hang()
             try:
                 assert client.post("/v1/chat/completions", json=BODY).status_code == 200
-                eventually(lambda: "ratchet_store_up 0.0" in client.get("/metrics").text, 15)
+                eventually(lambda: "ratchet_store_up 0.0" in client.get("/metrics").text)
                 assert client.get("/health/ready").json()["store_up"] is False
                 time.sleep(6.0)
                 readiness = client.get("/health/ready")
@@ -44,7 +44,7 @@ def test_a_postgresql_that_hangs_is_reported_as_down_and_fails_no_call(vllm_url:
                 assert time.monotonic() - began < 20
             finally:
                 server.resume()
-            eventually(lambda: "ratchet_store_up 1.0" in client.get("/metrics").text, 20)
+            eventually(lambda: "ratchet_store_up 1.0" in client.get("/metrics").text)
             assert client.get("/health/ready").json()["store_up"] is True
         log = (tmp_path / "proxy.log").read_text()
         assert log.count("event=heartbeat_failed") == 1
@@ -74,19 +74,19 @@ def test_after_a_failover_that_lost_commits_no_later_record_lacks_messages(vllm_
         server.kill()
         server.save_data(tmp_path / "data")
         server.start()
-        eventually(lambda: "its server was restarted" in log.read_text(), 20)
+        eventually(lambda: "its server was restarted" in log.read_text())
         with closing(open_store(server.url)) as store:
             conversation.append(call())
             eventually(lambda: len(store.calls.page(9, state="answered")) == 1)
         server.kill()
         server.put_back(tmp_path / "data")
-        eventually(lambda: is_up(0.0), 20)
+        eventually(lambda: is_up(0.0))
         conversation += [{"role": "user", "content": "more"}]
         conversation.append(call())
         server.start()
-        eventually(lambda: is_up(1.0), 20)
+        eventually(lambda: is_up(1.0))
         call({"role": "user", "content": "and more"})
         with closing(open_store(server.url)) as store:
-            eventually(lambda: len(store.calls.page(9, state="answered")) == 2, 20)
+            eventually(lambda: len(store.calls.page(9, state="answered")) == 2)
         assert process.stop() == 0
         assert verify(server.url).findings == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -68,19 +69,19 @@ def test_no_pattern_hangs_on_any_text(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"redact": ["emial"]}, "'emial' is not a built-in pattern (secret, email"),
-        ({"redact_patterns": {"bad": "("}}, "redact_patterns: bad is not a valid RE2 pattern: missing"),
-        ({"redact_patterns": {"bad": "(?=x)"}}, "bad is not a valid RE2 pattern"),
+        ({"redact": ["emial"]}, "'emial'.* \\(secret, email"),
+        ({"redact_patterns": {"bad": "("}}, "redact_patterns: bad .* RE2 .*missing"),
+        ({"redact_patterns": {"bad": "(?=x)"}}, "redact_patterns: bad .* RE2"),
         ({"redact_patterns": {"No Name": "x"}}, "the name 'No Name' must consist of a-z"),
         ({"redact_patterns": {"email": "x"}}, "differ from the built-in names"),
         ({"redact_patterns": {"all": "x*"}}, "all matches the empty text"),
-        ({"redact_patterns": {"who": "user"}}, "who matches the word 'user' of the protocol"),
+        ({"redact_patterns": {"who": "user"}}, "redact_patterns: who .*'user'"),
     ],
 )
 def test_an_invalid_pattern_is_named_with_its_remedy(change: Any, says: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ProxySettings(**(VALUES | change))
-    assert says in str(refused.value)
+    assert re.search(says, str(refused.value))
 
 
 def calls_of(messages: list[Any], **more: Any) -> list[tuple[str, Any]]:

@@ -275,12 +275,12 @@ def test_the_tools_of_a_namespace_are_tools_and_their_calls_name_it(proxy: Proxy
         ({"input": [{"role": "user", "content": "x"}, "y"]}, "input[1]: "),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0]: 'output' is missing"),
         ({"tools": [{"name": "x"}]}, "tools[0]: 'type' is missing"),
-        ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools: a function's `name` belongs next to"),
-        ({"tools": [{"type": "local_shell"}]}, "tools: a tool of the type local_shell is not supported"),
-        ({"tools": [{"type": "custom", "name": ["x"]}]}, "the request has a field of the wrong type"),
+        ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools: a function's `name` "),
+        ({"tools": [{"type": "local_shell"}]}, "tools: a tool of the type local_shell "),
+        ({"tools": [{"type": "custom", "name": ["x"]}]}, "the request has a field of "),
         (
             {"tools": [{"type": "namespace", "tools": [{"type": "function", "name": "x"}]}]},
-            "the request has a field of the wrong type",
+            "the request has a field of ",
         ),
     ],
 )

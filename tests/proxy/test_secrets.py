@@ -45,7 +45,7 @@ def forms(secret: str) -> list[bytes]:
 def make_calls(url: str, key: str, headers: dict[str, str]) -> list[int]:
     """Make calls that are answered, fail and are refused, in every dialect; return their statuses."""
     statuses = []
-    with httpx.Client(base_url=url, headers=headers, timeout=20) as client:
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
         for path, body in DIALECTS.items():
             for words in ("hi", "#status=500", "#html", "#fault=2"):
                 request = msgs(body, words)
@@ -65,7 +65,7 @@ def msgs(body: Any, words: str) -> Any:
 
 
 def ready(url: str) -> None:
-    eventually(lambda: httpx.get(url + "/health/ready").status_code == 200, 20)
+    eventually(lambda: httpx.get(url + "/health/ready").status_code == 200)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": 
         ({"captur": "strict"}, "captur"),
         ({"capture": "maybe"}, "capture"),
         ({"workers": "many"}, "give a number of processes, or `auto`"),
-        ({"max_journal_bytes": 2**16}, "raise max_journal_bytes or lower journal_segment_bytes"),
+        ({"max_journal_bytes": 2**16}, "raise max_journal_bytes"),
     ],
 )
 def test_an_invalid_setting_is_named_with_its_remedy(change: Any, says: str) -> None:

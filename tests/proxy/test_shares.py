@@ -158,7 +158,7 @@ def test_a_hostile_key_evicts_only_its_own_conversations(store: Store) -> None:
 
 def ask(url: str, key: str, size: int, wait: str = "") -> httpx.Response:
     body = {"model": "agent", "messages": [{"role": "user", "content": "x" * size + f" hello{wait}"}]}
-    return httpx.post(f"{url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=30)
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
 
 @pytest.mark.slow
@@ -193,9 +193,7 @@ def _sample(url: str, name: str) -> str:
 
 
 def test_a_limit_below_the_largest_body_is_refused_with_both_names() -> None:
-    with pytest.raises(
-        ValueError, match=r"max_inflight_request_bytes 300000, .* is less than twice max_body_bytes 200000"
-    ):
+    with pytest.raises(ValueError, match=r"max_inflight_request_bytes 300000, .* max_body_bytes 200000"):
         ProxySettings(
             upstreams=("http://127.0.0.1:1",), model="agent", store="s", journal="j",
             max_body_bytes=200_000, max_inflight_request_bytes=300_000,

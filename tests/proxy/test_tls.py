@@ -73,7 +73,7 @@ def test_calls_and_streams_are_served_over_https_and_a_renewed_certificate_witho
 ) -> None:
     assert proxy.url.startswith("https://127.0.0.1:")
     body: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
-    with httpx.Client(base_url=proxy.url, verify=authority.context, timeout=20) as http:
+    with httpx.Client(base_url=proxy.url, verify=authority.context, timeout=60) as http:
         eventually(lambda: http.get("/health/ready").status_code == 200)
         assert http.post("/v1/chat/completions", json=body).status_code == 200
         streamed = http.post("/v1/chat/completions", json={**body, "stream": True})
@@ -88,7 +88,7 @@ def test_calls_and_streams_are_served_over_https_and_a_renewed_certificate_witho
         assert authority.serial_at(proxy.url) == second
         assert http.get("/health/live").status_code == 200
     with pytest.raises(httpx.RemoteProtocolError):  # HTTP on a port of HTTPS
-        httpx.get(proxy.url.replace("https", "http") + "/health/live", timeout=20)
+        httpx.get(proxy.url.replace("https", "http") + "/health/live", timeout=60)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca_file))
     assert "agent" in {card["id"] for card in list_models(proxy.url)}
 
@@ -101,11 +101,11 @@ def settings(folder: Path, **given: Any) -> ProxySettings:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda pair: pair.certificate.unlink(), r"tls_certificate .*tls\.crt cannot be read: No such file"),
-        (lambda pair: pair.key.unlink(), r"tls_key .*tls\.key cannot be read: No such file"),
+        (lambda pair: pair.certificate.unlink(), r"tls_certificate .*tls\.crt .*No such file"),
+        (lambda pair: pair.key.unlink(), r"tls_key .*tls\.key .*No such file"),
         (lambda pair: pair.key.write_text("no key"), "are not a PEM certificate and key"),
-        (lambda pair: shutil.copy(_other_key(pair), pair.key), r"tls\.key is not the key of tls_certificate"),
-        (lambda pair: pair.key.write_bytes(_encrypted(pair)), "is encrypted: give a key without a password"),
+        (lambda pair: shutil.copy(_other_key(pair), pair.key), r"tls\.key .* tls_certificate"),
+        (lambda pair: pair.key.write_bytes(_encrypted(pair)), "encrypted: .* without a password"),
     ],
     ids=["no certificate", "no key", "no pem", "mismatch", "encrypted"],
 )

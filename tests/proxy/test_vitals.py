@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -76,7 +77,7 @@ def test_a_dead_part_ends_the_process_and_is_reported_by_live_until_then(
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    with httpx.Client(base_url=process.stdout.readline().strip(), timeout=10) as client:
+    with httpx.Client(base_url=process.stdout.readline().strip(), timeout=60) as client:
         eventually(lambda: client.get("/health/ready").status_code == 200)
         assert client.get("/health/live").status_code == 200
         print(part, file=process.stdin, flush=True)
@@ -86,7 +87,7 @@ def test_a_dead_part_ends_the_process_and_is_reported_by_live_until_then(
         assert client.get("/health/ready").status_code == 503
         assert f"task {part!r} died" in live.json()["reason"]
         calls.join()
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=120)
     assert process.returncode == 1
     assert f"event=task_died task={part}" in log
     assert "event=failed" in log
@@ -113,7 +114,8 @@ async def test_after_the_journals_writer_died_nothing_counts_as_recorded(tmp_pat
     with pytest.raises(NotReady, match="writer died"):
         await journal.commit(records.call_start("call_3", "t"))
     await asyncio.to_thread(eventually, lambda: deaths)
-    assert deaths == ["its task 'journal' died: RuntimeError: the alarm queue broke"]
+    (death,) = deaths
+    assert re.search("'journal'.*RuntimeError: the alarm queue broke", death)
     await journal.stop()
 
 

@@ -44,7 +44,7 @@ def chat_body(words: str) -> dict[str, Any]:
 def not_shipping(folder: Path, vllm_url: str) -> Iterator[httpx.Client]:
     """A proxy whose shipping process is stopped, with a call that is not in the store."""
     proxy = ProxyProcess(folder, upstreams=[vllm_url])
-    with httpx.Client(base_url=proxy.url, timeout=30, limits=httpx.Limits(max_connections=200)) as client:
+    with httpx.Client(base_url=proxy.url, timeout=60, limits=httpx.Limits(max_connections=200)) as client:
         eventually(lambda: client.get("/health/ready").status_code == 200)
         client.post(CHAT, json=chat_body("#say=first")).raise_for_status()
         eventually(lambda: client.get("/health/backlog").json()["unshipped_records"] == 0)

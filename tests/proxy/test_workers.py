@@ -178,7 +178,7 @@ def test_a_last_byte_waits_until_a_coordinator_that_hangs_may_decide_no_more(
         try:
             assert answer.result(60).status_code == 200
             assert workers.log().count("event=coordinator_lost") > lost
-            assert re.search(r"event=coordinator_lost reason=.the coordinator http://\S+ did not answer", workers.log())
+            assert re.search(r"event=coordinator_lost reason=.* http://\S+ ", workers.log())
         finally:
             workers.signal("coordinator", signal.SIGCONT)
 

@@ -15,7 +15,7 @@ import pytest
 from ratchet.store.states import CallState
 from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
-from tests.harness.proxy.raw_upstream import RawUpstream, http, raw_upstream, stream
+from tests.harness.proxy.raw_upstream import RawUpstream, http, stream
 from tests.harness.proxy.running_proxy import Proxy, running
 
 MESSAGE = {"role": "assistant", "content": "ok"}
@@ -43,12 +43,6 @@ def called(**fields: Any) -> dict[str, Any]:
     """Return a message with one tool call."""
     function = {"name": "look", "arguments": "{}"} | fields.pop("function", {})
     return {**MESSAGE, "tool_calls": [{"id": "a", "type": "function", "function": function} | fields]}
-
-
-@pytest.fixture(scope="module")
-def upstream() -> Iterator[RawUpstream]:
-    with raw_upstream() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +202,7 @@ def responses(proxy: Proxy, streamed: bool) -> tuple[Any, list[Any]]:
 
 def messages(proxy: Proxy, streamed: bool) -> Any:
     with anthropic.Anthropic(
-        base_url=proxy.url, api_key="k", max_retries=0, timeout=20.0, _strict_response_validation=True
+        base_url=proxy.url, api_key="k", max_retries=0, timeout=60, _strict_response_validation=True
     ) as client:
         request: Any = {"model": "agent", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
         if not streamed:

@@ -29,7 +29,7 @@ def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: 
     down = project.run("down")
     assert down.returncode == 0
     assert f"up (pid {up.pid}) with its services" in down.stdout
-    up.communicate(timeout=30)
+    up.communicate(timeout=120)
     assert not [pid for pid in pids if is_alive(pid)]
     assert project.run("down").stdout == "project default: nothing was running\n"
     assert not json.loads(project.run("status", "--json").stdout)["orphaned_pid"]

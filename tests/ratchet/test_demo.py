@@ -77,7 +77,7 @@ def interrupt(process: subprocess.Popen[str]) -> str:
     """Press Ctrl-C in a process's terminal: its whole group gets it. Return its output; nothing may be left."""
     below = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode in INTERRUPTED, output
     assert "Traceback" not in output
     assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
@@ -104,7 +104,7 @@ def test_the_users_own_variables_do_not_reach_the_demo_and_are_named(demo: DemoR
 def test_a_second_demo_is_refused_and_moves_nothing(demo: DemoRun) -> None:
     first = demo.begin()
     second = demo.start()
-    output, _ = second.communicate(timeout=30)
+    output, _ = second.communicate(timeout=120)
     assert second.returncode == 1
     assert f"(pid {first.pid})" in output
     assert "ratchet down --project demo" in output

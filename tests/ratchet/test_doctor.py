@@ -15,7 +15,7 @@ from tests.harness.cli.project import Project
 from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
-from tests.harness.trainer.scripted_host import TOKEN, ScriptedHost, scripted_service
+from tests.harness.trainer.scripted_learner import TOKEN, ScriptedHost, scripted_service
 from tests.proxy.test_keys import made
 
 JUDGE = {"kind": "workflow"}  # of rollouts, without which there is nothing to check

@@ -11,12 +11,12 @@ import pytest
 import ratchet
 from ratchet.store.store import open_store
 from ratchet.tuner.reports.tuning_result import read
+from tests.harness.chat_models import entry
 from tests.harness.cli.project import INTERRUPTED, Project
 from tests.harness.proxy.servers import eventually
 from tests.harness.tuner import prompt_world, world_agent
 from tests.harness.tuner.hosted_project import TASKS, WORLD_AGENT, HostedProject, hosted_project
 from tests.harness.tuner.judges import exact
-from tests.harness.tuner.scripted_models import entry
 from tests.harness.tuner.workflows import ask
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def test_ctrl_c_ends_the_proxy_and_the_run_is_resumed(hosted: HostedProject) -> 
         "tune", "select-model", "--candidate", "hangs", "--candidate", "right-95", "--limit", "3", *SUMS
     )
     try:
-        eventually(lambda: "right-95" in hosted.sums.requests, 120)
+        eventually(lambda: "right-95" in [one["model"] for one in hosted.sums.requests], 120)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=120)
     finally:
@@ -111,7 +111,7 @@ def test_ctrl_c_ends_an_evaluation_whose_judge_hangs(hosted: HostedProject) -> N
     try:
         eventually(lambda: (hosted.project.folder / "judging").exists(), 120)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()
@@ -121,7 +121,7 @@ def test_ctrl_c_ends_an_evaluation_whose_judge_hangs(hosted: HostedProject) -> N
 
 
 def test_a_run_that_fails_leaves_no_proxy(hosted: HostedProject) -> None:
-    hosted.project.write(model_list=[*hosted.project.content["model_list"], entry(hosted.sums_url, "crash")])
+    hosted.project.write(model_list=[*hosted.project.content["model_list"], entry(hosted.sums.url, "crash")])
     done = hosted.project.run("eval", "--model", "crash", *SUMS, seconds=180)
     assert done.returncode == 1
     assert "all of the first 16 rollouts failed" in done.stdout

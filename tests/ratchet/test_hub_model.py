@@ -70,5 +70,5 @@ def test_up_notes_that_it_uses_a_hub_name(project: Project, hub: str) -> None:
     project.write(base_model="acme/right")
     up = project.up(HF_ENDPOINT=hub, HF_HOME=str(project.folder), HF_HUB_OFFLINE="0")
     up.terminate()
-    output, _ = up.communicate(timeout=30)
+    output, _ = up.communicate(timeout=120)
     assert "base model acme/right: no such folder; using it as a hub name" in output

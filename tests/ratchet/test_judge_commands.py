@@ -13,9 +13,9 @@ import pytest
 from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Group, Verdict
 from ratchet.store.store import Store, open_store
+from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.cli.project import Project
 from tests.harness.records import answered_trajectory
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
 CAREFUL = "def judge(response):\n    return float(response.strip() == 'Oslo')\n"
 FOOLED = "def judge(response):\n    return float('Oslo' in response)\n"
@@ -99,7 +99,7 @@ def test_rescore_shows_what_another_judge_would_change(project: Project, store: 
 @pytest.mark.slow
 def test_show_prints_judge_requests_without_control_characters(project: Project, store: Store) -> None:
     group = grouped(store)
-    with ScriptedJudgeModel().running() as model:
+    with ScriptedModel() as model:
         model.answers = [
             says({"scores": [{"trajectory_id": n, "explanation": "x\x1b[2J", "score": 0.5} for n in ("1", "2")]})
         ]
@@ -111,7 +111,7 @@ def test_show_prints_judge_requests_without_control_characters(project: Project,
     from ratchet.trainer.controller.judges.make_judge import make_judge
     from ratchet.trainer.settings.judge_specs import read_spec
 
-    with ScriptedJudgeModel().running() as model:
+    with ScriptedModel() as model:
         model.answers = [
             says({"scores": [{"trajectory_id": n, "explanation": "so", "score": 0.5} for n in ("1", "2")]})
         ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 from ratchet.checks.check_result import CheckResult
 from ratchet.checks.judge_quality_check import JudgeExample, proof
 from ratchet.store.records import REQUESTED, Feedback
-from ratchet.store.store import Store, open_store
+from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.settings.judge_specs import FeedbackSpec
@@ -38,13 +36,6 @@ def of_row(task, response):
     return 1.0 if response == task["capital"] else 0.5 * bool(response.strip())
 """
 EXAMPLE = JudgeExample.of("What is the capital of Norway?", "Oslo")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """An empty store."""
-    with contextlib.closing(open_store(str(tmp_path / "proof.db"))) as opened:
-        yield opened
 
 
 def proven(store: Store, folder: Path, name: str, example: JudgeExample | None = None) -> CheckResult:

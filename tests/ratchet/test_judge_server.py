@@ -195,7 +195,7 @@ def test_what_is_not_signed_or_too_large_is_refused(
     with served(file):
         address = read_address(file)
         assert address is not None
-        client = http.client.HTTPConnection("127.0.0.1", address.port, timeout=30)
+        client = http.client.HTTPConnection("127.0.0.1", address.port, timeout=60)
         try:
             client.putrequest("POST", path)
             for name, value in headers.items():

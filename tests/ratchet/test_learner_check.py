@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from ratchet.trainer.learner_api import TOKEN_VARIABLE
 from ratchet.trainer.learner_client import LearnerConnection
 from tests.harness.cli.project import Project
 from tests.harness.ports import free_port
-from tests.harness.trainer.scripted_engine import ScriptedEngine
-from tests.harness.trainer.scripted_host import TOKEN, ScriptedHost, scripted_service
+from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
+from tests.harness.trainer.scripted_learner import TOKEN, ScriptedHost, ScriptedLearner, scripted_service
 
 JUDGE = "tests.harness.tuner.judges:exact"
 PROBES = [tuple(range(1, end)) for end in range(3, 12)]
@@ -47,13 +47,9 @@ def learner(host: ScriptedHost, settings: Settings) -> Iterator[LearnerConnectio
 
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
-    with contextlib.closing(ScriptedEngine(served)) as engine:
+    with contextlib.closing(ScriptedEngine(lambda *_: 0.0)) as engine:
+        engine.scorer = Faithful(engine, ScriptedLearner)
         yield engine
-
-
-def served(name: str, ids: Sequence[int]) -> float:
-    """What the scripted host computes after the doctor's round of two rows, and before it."""
-    return -0.1 * ids[-1] - (2.0 if name.startswith("doctor") else 0.0)
 
 
 def findings(settings: Settings, url: str) -> dict[str, CheckResult]:

@@ -64,7 +64,7 @@ def test_a_secret_of_vllm_is_neither_printed_nor_written_and_the_state_is_the_ow
     project.write(vllm=project.content["vllm"] | {"env": {"HF_TOKEN": "hf-very", "OMP_NUM_THREADS": "2"}})
     up = project.up()
     up.send_signal(signal.SIGINT)
-    output, _ = up.communicate(timeout=30)
+    output, _ = up.communicate(timeout=120)
     command = project.state / "logs" / "vllm.log"
     assert str(command) in output
     assert "HF_TOKEN=***" in command.read_text()

@@ -38,13 +38,13 @@ def wait_until_ready(process_guard: subprocess.Popen[str]) -> None:
 
 
 def close_pipe(process_guard: subprocess.Popen[str]) -> int:
-    process_guard.communicate(timeout=20)
+    process_guard.communicate(timeout=120)
     return process_guard.returncode
 
 
 def wait_for_exit(process_guard: subprocess.Popen[str]) -> int:
     """Wait for a service that ends by itself; the pipe stays open until it has."""
-    code = process_guard.wait(timeout=20)
+    code = process_guard.wait(timeout=120)
     process_guard.communicate()
     return code
 

@@ -23,10 +23,10 @@ from examples import gather_and_train
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.tuner.weights.given_groups import read_given
+from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.cli.project import ROOT, Project
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.harness.trainer.tiny import build_tiny_model
 from tests.harness.trainer.whole_circle import proxy_before, trainer_of
 from tests.harness.tuner.scripted_versions import agent
@@ -197,11 +197,11 @@ def test_token_ids_and_logprobs_of_another_program_are_trained(served: Project) 
 
 
 def test_the_documents_loop_trains_a_version_in_each_step(served: Project) -> None:
-    model = ScriptedJudgeModel()
+    model = ScriptedModel()
     model.answers = [rank] * 4
     rows = [{"question": f"number {place}"} for place in range(2)]
     (served.folder / "scenarios.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with model.running(), training(served.folder) as (store, start):
+    with model, training(served.folder) as (store, start):
         start()
         gather_and_train.main("scenarios.jsonl", f"{model.url}/v1", steps="2")
         assert [one.version for one in store.policies.all("agent")] == [0, 1, 2]
@@ -209,7 +209,7 @@ def test_the_documents_loop_trains_a_version_in_each_step(served: Project) -> No
 
 
 async def test_ruler_scores_the_groups_in_a_running_event_loop(served: Project) -> None:
-    model = ScriptedJudgeModel()
+    model = ScriptedModel()
 
     model.answers = [rank] * 2
     answers = itertools.count()
@@ -217,7 +217,7 @@ async def test_ruler_scores_the_groups_in_a_running_event_loop(served: Project) 
     async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> str:
         return await agent({"question": f"{task['question'].split()[0]} #say=word{next(answers)}"}, base_url, model)
 
-    with model.running():
+    with model:
         judge = {"kind": "ruler", "base_url": f"{model.url}/v1", "model": "big"}
         groups = await ratchet.gather_async(workflow, SCENARIOS, judge, attempts=3, concurrency=2)
     assert [len(group.trajectories) for group in groups] == [3, 3]
@@ -315,13 +315,13 @@ async def test_groups_are_scored_afterwards_by_any_judge(served: Project) -> Non
             raise ValueError("no such tool")
         return await workflow(task, base_url, model)
 
-    calls, model = itertools.count(), ScriptedJudgeModel()
+    calls, model = itertools.count(), ScriptedModel()
     model.answers = [rank] * 2
     groups = await ratchet.gather_async(fails_once, SCENARIOS[:1], attempts=3, concurrency=1)
     assert groups[0].rewards == (None, None, None), "gathered without a judge"
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     imported = ratchet.TrajectoryGroup([Scored(calls=[CALL], messages=talk), Scored(0.5, response="b", id="x")])
-    with model.running():
+    with model:
         ruler = {"kind": "ruler", "base_url": f"{model.url}/v1", "model": "big"}
         ranked = await ratchet.score_async([*groups, imported], ruler)
     assert [sorted(map(str, group.rewards)) for group in ranked] == [["0.1", "0.2", "None"], ["0.1", "0.2"]]

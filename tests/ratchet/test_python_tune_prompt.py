@@ -34,9 +34,9 @@ async def test_a_better_prompt_is_found_for_an_agent_of_the_caller_and_promoted(
         return world_agent.judge(response, task)
 
     with prompt_project(project) as made:
-        named: dict[str, Any] = {"reflection_url": made.reflection.url, "reflection_model": "scripted-reflection"}
+        named: dict[str, Any] = {"reflection_url": made.reflection.base_url, "reflection_model": "scripted-reflection"}
         with pytest.raises(ratchet.InvalidArgument, match="needs --reflection-model"):
-            await ratchet.tune_prompt_async(agent, judge, "world", reflection_url=made.reflection.url)
+            await ratchet.tune_prompt_async(agent, judge, "world", reflection_url=made.reflection.base_url)
         with pytest.raises(ratchet.RatchetError, match="no reflection model is set"):
             await ratchet.tune_prompt_async(agent, judge, "world")
         assert made.store.tunings.page() == []

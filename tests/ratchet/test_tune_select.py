@@ -14,10 +14,10 @@ import pytest
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.tuner.reports.tuning_result import read
+from tests.harness.chat_models import ScriptedModel
 from tests.harness.cli.project import INTERRUPTED, Project
 from tests.harness.proxy.servers import eventually
 from tests.harness.tuner.model_project import TASKS, model_project
-from tests.harness.tuner.scripted_models import ScriptedModels
 
 
 @dataclass
@@ -26,7 +26,7 @@ class SelectionProject:
 
     project: Project
     store: Store
-    models: ScriptedModels
+    models: ScriptedModel
 
     def select(self, *candidates: str, judge: str = "exact", **given: Any) -> Any:
         """Run the command to its end."""
@@ -108,9 +108,9 @@ def test_an_evaluation_of_two_ends_with_what_it_shows(circle: SelectionProject) 
 def test_a_stopped_run_goes_on_where_it_was(circle: SelectionProject) -> None:
     named = ["--candidate", "right-95", "--candidate", "right-20", "--concurrency", "1"]
     process = circle.project.start("tune", "select-model", *named, *circle.arguments())
-    eventually(lambda: len(circle.models.requests) >= 10, 30)
+    eventually(lambda: len(circle.models.requests) >= 10)
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) in INTERRUPTED
+    assert process.wait(60) in INTERRUPTED
     (run,) = circle.store.tunings.page()
     assert run.state == "stopped"
     ended = {one.id for one in circle.store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}

@@ -117,11 +117,11 @@ def test_a_run_that_is_under_way_is_refused_and_taken_over_once_its_process_is_d
         assert first.stdout is not None
         assert first.stdout.readline() == "has it\n"
         with _holding(project, run) as second:
-            output, _ = second.communicate(timeout=30)
+            output, _ = second.communicate(timeout=120)
         assert f"LeaseTaken: tuning:{run} is held by process {first.pid} on " in output
         assert ", since 20" in output
         first.kill()
-        first.communicate(timeout=10)
+        first.communicate(timeout=120)
     with RunLease(store).acquire(run, resume=True) as taken:
         assert taken.id == run
     store.close()

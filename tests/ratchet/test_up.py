@@ -19,7 +19,7 @@ from tests.harness.cli.project import INTERRUPTED, Project, is_alive, wait_for
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Wait for the end of a command; return its exit code and what it output."""
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     return process.returncode, output
 
 
@@ -28,7 +28,7 @@ def test_up_says_the_base_url_and_where_the_vllm_command_is_and_ctrl_c_stops_all
     up = project.up()
     pids = project.pids()
     url = f"http://127.0.0.1:{project.content['proxy']['port']}"
-    with urllib.request.urlopen(f"{url}/health/ready", timeout=5) as answer:
+    with urllib.request.urlopen(f"{url}/health/ready", timeout=60) as answer:
         assert answer.status == 200
     up.send_signal(signal.SIGINT)
     code, output = finish(up)
@@ -192,7 +192,7 @@ def test_port_0_takes_any_free_port(project: Project) -> None:
     project.write(proxy={"port": 0}, vllm=project.content["vllm"] | {"port": 0})
     up = project.up()
     running = project.running()
-    with urllib.request.urlopen(f"{running['proxy_url']}/health/ready", timeout=5) as answer:
+    with urllib.request.urlopen(f"{running['proxy_url']}/health/ready", timeout=60) as answer:
         assert answer.status == 200
     assert not running["vllm_url"].endswith(":0")
     up.terminate()
@@ -208,7 +208,7 @@ def test_up_serves_with_several_workers_and_a_sigkill_of_it_leaves_none(project:
     workers = [child for child in proxy.children(recursive=True) if is_alive(child.pid)]
     assert len(workers) >= 3  # and the coordinator
     assert json.loads(project.run("status", "--json").stdout)["ready"]
-    with urllib.request.urlopen(f"{project.running()['proxy_url']}/health/ready", timeout=5) as answer:
+    with urllib.request.urlopen(f"{project.running()['proxy_url']}/health/ready", timeout=60) as answer:
         assert answer.status == 200
     up.kill()
     up.communicate()

@@ -70,7 +70,7 @@ def test_the_demo_begins_in_a_folder_without_a_checkout(user_project: UserProjec
     assert process.poll() is None, process.stdout.read() if process.stdout else ""
     assert (tmp_path / "state" / "demo" / "email_search").is_dir()
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode in INTERRUPTED, output
 
 

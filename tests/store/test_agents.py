@@ -31,7 +31,7 @@ def test_an_agent_whose_name_differs_by_case_from_one_with_versions_is_refused(s
     store.policies.register_base("mail", "base")
     store.policies.register_base("Mail", "base")  # nothing is lost yet
     store.rounds.adopt("mail", version=1, checkpoint="/c/1", origin={}, reason="copied")
-    with pytest.raises(InvalidRecord, match="MAIL: the store has versions of mail, whose name differs by case only"):
+    with pytest.raises(InvalidRecord, match=r"MAIL: .* mail, .* case"):
         store.policies.register_base("MAIL", "base")
     assert store.policies.register_base("mail", "other").served_name == "other"
 

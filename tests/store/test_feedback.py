@@ -58,7 +58,7 @@ def test_feedback_is_attached_when_two_proxies_ship_it_and_its_call_at_the_same_
 
     def ship(records: Iterator[Any]) -> None:
         for record in records:
-            ready.wait(20)
+            ready.wait(60)
             store.calls.ship([record])
 
     calls = (answered(f"call_{n}", f"t{n}") for n in range(turns))

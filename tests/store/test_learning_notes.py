@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,30 +59,27 @@ def test_the_reported_number_of_missing_scores_decides_and_half_of_it_does_not()
 def test_where_the_scores_before_are_too_few_a_comparison_side_by_side_is_named() -> None:
     found = report(exact(0, 15, 50), exact(1, 32, 100))
     assert found.families[0].more_scores is None
-    assert "too small for the 50 scores of @0, however many follow; `ratchet eval` compares" in note(found, "missing")
+    assert re.search("50 scores of @0.*; `ratchet eval`", note(found, "missing"))
     assert note(report(exact(0, 10, 100), exact(1, 90, 100)), "missing") == ""  # it is decided
 
 
 def test_pooled_and_excluded_versions_are_named_with_the_reason() -> None:
     found = report(exact(0, 3, 10), exact(1, 9, 30), exact(2, 50, 100), exact(3, 90, 200), exact(4, 6, 12))
-    assert note(found, "before") == "before: @0 to @1 together, since @0 alone has 10 scores and a side needs 30"
-    assert note(found, "after") == "after: @3 to @4 together, since @4 alone has 12 scores and a side needs 30"
+    assert re.search("before: @0 to @1 .* 10 scores .* 30", note(found, "before"))
+    assert re.search("after: @3 to @4 .* 12 scores .* 30", note(found, "after"))
     assert note(found, "left out") == "left out: @2, between the two sides"
     alone = report(exact(0, 15, 50), exact(1, 150, 394), exact(2, 30, 75))
-    assert note(alone, "after") == "after: @2 alone, the newest, has the 30 scores that a side needs"
+    assert re.search("after: @2 alone,.* 30 scores", note(alone, "after"))
 
 
 def test_an_interval_that_is_wide_for_its_few_tasks_is_explained() -> None:
     few = report(exact(0, 300, 1000, tasks=4), exact(1, 340, 1000, tasks=4))
-    assert "the interval is wide because there are 4: each counts once" in note(few, "on the same tasks")
+    assert re.search("wide because there are 4", note(few, "on the same tasks"))
     assert note(report(exact(0, 300, 1000, tasks=500), exact(1, 340, 1000, tasks=500)), "on the same tasks") == ""
 
 
 def test_too_few_scores_are_reported_with_the_missing_number() -> None:
-    assert (
-        report(exact(0, 3, 9), exact(1, 3, 9)).missing
-        == "each side needs 30 scores; there are 18 in all, 42 are missing"
-    )
+    assert re.search("30 scores; .* 18 in all, 42 are missing", report(exact(0, 3, 9), exact(1, 3, 9)).missing or "")
     assert (report(exact(0, 9, 40), exact(1, 3, 9)).missing or "").endswith("21 are missing")
 
 
@@ -89,7 +87,7 @@ def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
     unchanged = [moved(2e-8), moved(3e-8), moved(1e-8)]
     flat, better = (exact(0, 200, 1000), exact(1, 202, 1000)), (exact(0, 200, 1000), exact(1, 400, 1000))
     words = note(report(*flat, moved=unchanged), "the steps are too small")
-    assert "at most 2.9e-08 nats a token, at rate 1e-05; set learner.learning_rate: auto" in words
+    assert re.search("2.9e-08 nats .* rate 1e-05; set learner.learning_rate: auto", words)
     assert note(report(*better, moved=unchanged), "the steps are too small") == ""
     assert note(report(*flat, moved=[moved(0.004), *unchanged]), "the steps are too small") == ""
     assert describe_stall(unchanged[:2]) is None
@@ -98,28 +96,23 @@ def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
 @pytest.mark.parametrize(
     ("k3", "floor", "means"),
     [
-        (2e-8, 1e-9, "2e-08 nats a token (k3) at rate 1e-05: too small to be seen"),
-        (
-            0.0022,
-            0.002,
-            "0.0022 nats a token (k3) at rate 1e-05, of which 0.002 is rounding: not distinguishable from rounding",
-        ),
-        (0.0018, 0.002, "not distinguishable from rounding"),  # k3 of unchanged weights scatters about its floor
-        (0.007, 0.002, "0.007 nats a token (k3) at rate 1e-05, of which 0.002 is rounding: healthy"),
+        (2e-8, 1e-9, "2e-08 nats .* rate 1e-05: too small"),
+        (0.0022, 0.002, "0.0022 nats .* rate 1e-05, of which 0.002 is rounding: not distinguishable"),
+        (0.0018, 0.002, "not distinguishable"),  # k3 of unchanged weights scatters about its floor
+        (0.007, 0.002, "0.007 nats .* rate 1e-05, of which 0.002 is rounding: healthy"),
         (5e-4, 1e-6, "healthy"),
-        (0.3, 0.002, "0.3 nats a token (k3) at rate 1e-05: too large: rounds like this end in collapse"),
+        (0.3, 0.002, "0.3 nats .* rate 1e-05: too large: .* collapse"),
         (0.055, 0.02, "healthy"),
     ],
 )
 def test_a_movement_is_described_with_its_meaning_above_the_floor(k3: float, floor: float, means: str) -> None:
-    assert moved(k3, floor=floor).describe().endswith(means)
+    assert re.search(means, moved(k3, floor=floor).describe())
 
 
 def test_steps_that_rounding_hides_are_named_with_the_format_that_shows_them() -> None:
     words = describe_stall([moved(0.0021, floor=0.002), moved(0.0018, floor=0.002), moved(3e-5, floor=1e-5)])
     assert words is not None
-    assert "moved the policy by less than its rounding shows (0.002 nats a token), at rate 1e-05" in words
-    assert words.endswith("set learner.dtype and vllm.dtype to float32, which resolves smaller steps")
+    assert re.search(r"rounding .*\(0\.002 nats .* rate 1e-05.* learner\.dtype and vllm\.dtype to float32", words)
     assert describe_stall([moved(0.0021, floor=0.002), moved(0.007, floor=0.002), moved(3e-5)]) is None
 
 
@@ -138,8 +131,7 @@ def test_a_small_round_that_was_meant_to_take_a_small_step_is_not_called_too_sma
 def test_a_round_that_makes_good_answers_less_likely_warns_of_collapse() -> None:
     assert [moved(0.1, good=gap).collapsing for gap in (0.01, -0.005, -0.02, -0.15)] == [False, False, True, True]
     text = describe_collapse(moved(0.1, good=-0.15))
-    assert "made its good answers less likely (-0.150 nats a token" in text
-    assert "lower learner.learning_rate or, where it is auto, learner.target_kl;" in text
+    assert re.search(r"less likely \(-0\.150 nats .* lower learner\.learning_rate .* learner\.target_kl", text)
 
 
 def test_the_last_rounds_are_read_from_the_store_and_older_ones_say_nothing(store: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_a_version_that_was_rejected_or_is_in_a_ramp_is_no_result_of_training() 
     assert [version.version for version in report.versions] == [0, 1, 2, 3]
     assert report.notes[-1] == "left out: @2, @3, rejected or in a ramp"
     alone = report_on(tallies(scores), left_out=[1, 2, 3])
-    assert alone.missing == "two versions need scores; only version 0 has any"
+    assert re.search("two versions .* only version 0", alone.missing or "")
 
 
 def test_without_a_difference_nothing_is_claimed_more_often_than_one_in_ten() -> None:

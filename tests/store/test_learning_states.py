@@ -129,7 +129,7 @@ def test_a_round_that_a_dead_trainer_left_is_abandoned(store: Store) -> None:
 def test_a_round_goes_on_from_the_newest_commit_or_not_at_all(store: Store) -> None:
     first = store.rounds.start("agent", 0)
     store.rounds.commit(first.id, version=1, checkpoint="/c/0001", groups=[], metrics={})
-    with pytest.raises(InvalidTransition, match="agent@1 is committed: a round continues from it, not from 0"):
+    with pytest.raises(InvalidTransition, match=r"agent@1 .* not from 0"):
         store.rounds.start("agent", 0)
     overtaken = store.rounds.start("agent", 1)
     second = store.rounds.start("agent", 1)
@@ -223,7 +223,7 @@ def test_one_candidate_is_in_its_ramp_until_it_is_promoted_or_rejected(store: St
         (0, "live", None),
         (1, "ramp", 0.5),
     ]
-    with pytest.raises(InvalidTransition, match="agent@1 is in its ramp: promote or reject it"):
+    with pytest.raises(InvalidTransition, match=r"agent@1 .* ramp: promote or reject"):
         store.policies.start_ramp("agent", 2, 0.1)
     for share in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(InvalidTransition, match="between 0 and 1"):

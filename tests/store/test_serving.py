@@ -104,7 +104,7 @@ def test_a_pinned_version_serves_alone_until_it_is_unpinned(base: Store) -> None
     policies = base.policies
     policies.promote("agent", 1, {}, holdback=0.1)
     policies.start_ramp("agent", 2, 0.45)
-    with pytest.raises(InvalidTransition, match="agent@2 is ramp, and only the live version can be pinned"):
+    with pytest.raises(InvalidTransition, match=r"agent@2 is ramp.* live"):
         policies.pin("agent", 2, by="anna", reason="a fair")
     assert policies.pin("agent", 1, by="anna", reason="a fair").pinned_at is not None
     assert (states(base), shares(base)) == ({0: "retired", 1: "live", 2: "retired", 3: "candidate"}, {1: 1.0})
@@ -116,7 +116,7 @@ def test_a_pinned_version_serves_alone_until_it_is_unpinned(base: Store) -> None
         lambda: policies.pin("agent", 1, by="bob", reason="again"),
     ]
     for decide in forbidden:
-        with pytest.raises(InvalidTransition, match="agent@1 is pinned: run `ratchet policies unpin agent` first"):
+        with pytest.raises(InvalidTransition, match=r"agent@1 .*`ratchet policies unpin agent`"):
             decide()
     policies.unpin("agent", by="anna", reason="the fair is over")
     with pytest.raises(InvalidTransition, match="no version of agent is pinned"):

@@ -338,7 +338,7 @@ def test_a_version_with_a_prompt_is_made_of_what_is_live_when_it_is_made(store: 
         late.start()
         late.join(0.3)
         assert made == []
-    late.join(10)
+    late.join(60)
     assert made[0].served_name == "base-live"
 
 

@@ -18,15 +18,13 @@ def test_the_newest_reason_and_the_remedies_are_shown_until_a_version_is_release
     commit(store, 1, "lost in rounding")
     only = read_unproven(store, "mail")
     assert only is not None
-    assert only.describe().startswith("1 version unproven: lost in rounding; mail@1 serves nobody")
+    assert only.describe().startswith("1 version unproven: lost in rounding; mail@1 ")
     commit(store, 2, "replica 2 serves another adapter")
     found = read_unproven(store, "mail")
     assert found is not None
     text = found.describe()
-    assert text.startswith(
-        "2 versions unproven: replica 2 serves another adapter; @1 to mail@2 serve nobody, and training waits once "
-        "trainer.max_staleness versions are ahead"
-    )
+    assert text.startswith("2 versions unproven: replica 2 serves another adapter; @1 to mail@2 ")
+    assert "trainer.max_staleness" in text
     for remedy in ("vllm.dtype, learner.dtype", "restart a replica", "policies promote mail@2", "rollback mail@0"):
         assert remedy in text
     store.policies.promote("mail", 2, {})

@@ -23,8 +23,8 @@ from ratchet.trainer.controller.advantages import MemberAdvantages
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
 from tests.harness.trainer.agents import agents_work
-from tests.harness.trainer.failing_learners import Diverging, Power, TooLarge
 from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.scripted_learner import ScriptedLearner
 from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tool_records import tool_called
 
@@ -96,8 +96,10 @@ def test_a_power_cut_between_checkpoint_and_commit_trains_nothing_twice(
     controller.step(1000.0)
     groups = store.groups.awaiting_round("agent")
     runner = RoundRunner(store, "agent", tmp_path / "checkpoints")
+    learner = ScriptedLearner()
+    learner.host.error_after_save = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        runner.run_round(Power(controller.learner), groups, 0)
+        runner.run_round(learner, groups, 0)
     assert newest_complete(tmp_path / "checkpoints") is not None
     assert {store.groups.get(group.id).state for group in groups} == {GroupState.JUDGED}
 
@@ -149,8 +151,10 @@ def test_a_round_that_diverges_is_put_aside_loudly(
     controller = make_controller(groups_per_round=9)
     controller.step(1000.0)
     runner = RoundRunner(store, "agent", tmp_path / "checkpoints")
+    learner = ScriptedLearner()
+    learner.host.error = TrainingDiverged("the gradient's norm is nan")
     with pytest.raises(TrainingDiverged):
-        runner.run_round(Diverging(controller.learner), store.groups.awaiting_round("agent"), 0)
+        runner.run_round(learner, store.groups.awaiting_round("agent"), 0)
     assert store.trajectories.get(names[0]).drop_reason == "diverged"
     assert store.alarms.active()[0].name == "diverged:agent"
 
@@ -163,8 +167,10 @@ def test_a_round_that_is_broken_off_says_why_and_its_groups_wait_for_the_next(
     controller = make_controller(groups_per_round=9)
     controller.step(1000.0)
     runner = RoundRunner(store, "agent", tmp_path / "checkpoints")
+    learner = ScriptedLearner()
+    learner.host.error = OutOfMemory("lower learner.token_budget")
     with pytest.raises(OutOfMemory):
-        runner.run_round(TooLarge(controller.learner), store.groups.awaiting_round("agent"), 0)
+        runner.run_round(learner, store.groups.awaiting_round("agent"), 0)
     (held,) = store.rounds.page("agent")
     assert (held.state, held.reason) == (RoundState.ABANDONED, "OutOfMemory: lower learner.token_budget")
     (alarm,) = store.alarms.active()

@@ -7,8 +7,9 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,12 @@ from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller_service.agent_runner import AgentCondition
 from ratchet.trainer.controller_service.controller_process import ControllerProcess
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.learner_api import RoundReport
-from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.exactly_once.processes import RestartableProcess
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.trainer.agents import agents_work, damage_tokens
-from tests.harness.trainer.scripted_learner import ScoringVllm, ScriptedLearner, read_weights
+from tests.harness.trainer.scripted_learner import ScriptedLearner, read_weights
+from tests.harness.trainer.scripted_processes import ScoringVllm
 from tests.harness.trainer.stepped_controller import SteppedController
 
 BASE = "tiny-base"
@@ -41,21 +41,6 @@ judging = threading.Event()  # `patient_judge` waits for it
 def patient_judge(response: str) -> float:
     judging.wait(SECONDS)
     return float(response[-1])
-
-
-class GatedLearner(ScriptedLearner):
-    """A scripted learner whose rounds wait for its gate."""
-
-    gates: Mapping[str, threading.Event] = {}
-
-    def __init__(self, settings: TrainerSettings, resume_from: str | None) -> None:
-        super().__init__(settings, resume_from)
-        self._gate = self.gates.get(settings.model)
-
-    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
-        if self._gate is not None:
-            self._gate.wait(SECONDS)
-        return super().train_round(rows, rate_scale)
 
 
 @pytest.fixture
@@ -120,11 +105,12 @@ def alarms(store: Store) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_long_round_delays_neither_its_agents_judge_nor_another_agent(
-    store: Store, make_settings: Callable[..., dict[str, TrainerSettings]], monkeypatch: pytest.MonkeyPatch
+    store: Store, make_settings: Callable[..., dict[str, TrainerSettings]]
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(GatedLearner, "gates", {"slow": gate})
-    with running(ControllerProcess(store, make_settings("slow", "quick"), GatedLearner)):
+    with running(
+        ControllerProcess(store, make_settings("slow", "quick"), partial(ScriptedLearner, gates={"slow": gate}))
+    ):
         first = work(store, "slow", "a")
         eventually(lambda: [one.state for one in store.rounds.page("slow")] == [RoundState.STARTED], SECONDS)
         second = work(store, "slow", "b")
@@ -300,17 +286,17 @@ def test_a_new_controller_takes_its_fair_share_of_the_agents_and_gives_them_back
 
 @pytest.mark.slow
 def test_an_agent_is_given_up_between_its_rounds(
-    store: Store, make_settings: Callable[..., dict[str, TrainerSettings]], monkeypatch: pytest.MonkeyPatch
+    store: Store, make_settings: Callable[..., dict[str, TrainerSettings]]
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(GatedLearner, "gates", {"mail": gate, "chat": gate})
     agents = make_settings("mail", "chat")
-    first = ControllerProcess(store, agents, GatedLearner)
+    gated = partial(ScriptedLearner, gates={"mail": gate, "chat": gate})
+    first = ControllerProcess(store, agents, gated)
     with running(first):
         for name in agents:
             work(store, name, "a")
         eventually(lambda: all(round_states(store, name) == [RoundState.STARTED] for name in agents), SECONDS)
-        second = ControllerProcess(store, agents, GatedLearner)
+        second = ControllerProcess(store, agents, gated)
         with running(second):
             eventually(lambda: len(store.leases.holders("controller:")) == 2, SECONDS)
             gate.set()

@@ -34,21 +34,21 @@ def test_thumbs_alone_make_a_version_and_a_late_one_names_it(tiny_model: Path, t
             "num_generations": 2,
         }
         with trainer_of(tmp_path, tiny_model, **by_thumbs) as (controller, store, engine):
-            eventually(lambda: controller.step(time.time()) and store.rounds.newest_committed("agent"), 30)
+            eventually(lambda: controller.step(time.time()) and store.rounds.newest_committed("agent"))
             assert {run.state for run in store.trajectories.page()} == {TrajectoryState.TRAINED}
-            eventually(lambda: controller.step(time.time()) or "agent@1" in engine.loaded, 10)
+            eventually(lambda: controller.step(time.time()) or "agent@1" in engine.loaded)
 
             say(proxy, response_id=disliked, value="up", comment="I was wrong", end_user="bob")
             run = feedback["trajectory_id"]
-            eventually(lambda: controller.step(time.time()) or store.groups.verdicts([run])[run].score == 1.0, 10)
+            eventually(lambda: controller.step(time.time()) or store.groups.verdicts([run])[run].score == 1.0)
             assert store.groups.verdicts([run])[run].explanation == "[after it trained agent@1] no | I was wrong"
-            (newest, *_) = httpx.get(f"{proxy}/api/feedback", params={"trajectory": run}, timeout=10).json()["data"]
+            (newest, *_) = httpx.get(f"{proxy}/api/feedback", params={"trajectory": run}, timeout=60).json()["data"]
             assert (newest["comment"], newest["trained"]) == ("I was wrong", ["agent@1"])
             assert len(store.rounds.page("agent")) == 1
 
 
 def say(proxy: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{proxy}/api/feedback", json=body, timeout=10)
+    answer = httpx.post(f"{proxy}/api/feedback", json=body, timeout=60)
     assert answer.status_code == 201, answer.text
     feedback: dict[str, Any] = answer.json()
     return feedback

@@ -19,11 +19,11 @@ import pytest
 from ratchet.status import status_lines
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.images import JudgeImages
+from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
 from tests.harness.trainer import judge_samples
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.harness.trainer.stepped_controller import SteppedController
 from tests.trainer.test_ruler import judge, member, shown
 
@@ -102,8 +102,8 @@ def test_images_are_recorded_and_judged_and_their_round_says_why_nothing_was_tra
 
 
 @pytest.fixture
-def model() -> Iterator[ScriptedJudgeModel]:
-    with ScriptedJudgeModel().running() as made:
+def model() -> Iterator[ScriptedModel]:
+    with ScriptedModel() as made:
         yield made
 
 
@@ -112,7 +112,7 @@ def conversation_with(url: str, answer: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
 
-def ranks_two(model: ScriptedJudgeModel, **changes: Any) -> dict[str, Any]:
+def ranks_two(model: ScriptedModel, **changes: Any) -> dict[str, Any]:
     """What RULER asks about two members that saw different images."""
     scores = [{"trajectory_id": label, "explanation": "", "score": 0.5} for label in ("1", "2")]
     model.answers = [says({"scores": scores})]
@@ -123,7 +123,7 @@ def ranks_two(model: ScriptedJudgeModel, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_judge_model_that_cannot_see_reads_what_the_images_are_and_none_of_their_bytes(
-    model: ScriptedJudgeModel,
+    model: ScriptedModel,
 ) -> None:
     request = ranks_two(model)
     text = json.dumps(shown(request))
@@ -133,7 +133,7 @@ def test_a_judge_model_that_cannot_see_reads_what_the_images_are_and_none_of_the
     assert first["sha256"] != second["sha256"]
 
 
-def test_a_judge_model_with_vision_receives_at_most_max_images(model: ScriptedJudgeModel) -> None:
+def test_a_judge_model_with_vision_receives_at_most_max_images(model: ScriptedModel) -> None:
     parts = ranks_two(model, max_images=1)["messages"][1]["content"]
     pictures = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     assert len(pictures) == 1

@@ -23,7 +23,7 @@ from ratchet.trainer.learner_service.operations import AgentOperations, AgentSes
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
-from tests.harness.trainer.scripted_host import ScriptedHost
+from tests.harness.trainer.scripted_learner import ScriptedHost
 from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_row, build_rows
 

@@ -17,8 +17,8 @@ from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judges.opinion import NO_RETURN
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
+from tests.harness.chat_models import ScriptedModel
 from tests.harness.records import answered_trajectory
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel
 from tests.trainer.test_rules import made, member
 
 CODE = """
@@ -198,7 +198,7 @@ def test_a_judge_function_is_given_what_became_of_each_tool_call(store: Store, f
 
 
 def test_a_grader_is_sent_what_became_of_each_tool_call(store: Store) -> None:
-    with ScriptedJudgeModel("/grade").running() as grader:
+    with ScriptedModel(path="/grade") as grader:
         grader.answers = [(200, 1.0)]
         judge = made(kind="http", url=f"{grader.url}/grade")
         judge.judge("g", [with_tools(store, "t1", BROKEN)])

@@ -20,9 +20,9 @@ from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_va
 from ratchet.trainer.controller.judging.rejudging import SecondJudge
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
+from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer import judge_samples
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
 HERE = "tests.harness.trainer.judge_samples"
 
@@ -186,7 +186,7 @@ def test_trajectories_wait_for_a_judge_model_that_is_away_and_the_second_judge_i
         judged.append(response)
         return float(len(judged))
 
-    with ScriptedJudgeModel().running() as model:
+    with ScriptedModel() as model:
         judge = make_judge(read_spec({"kind": "ruler", "base_url": model.url, "model": "big"}), {})
         second = SecondJudge(FunctionJudge(also), 1.0, store, "agent", "1")
         keep = JudgeRunner(store, judge, attempts=2, retry_seconds=5.0, alarm_after=2, second=second)

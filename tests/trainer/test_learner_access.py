@@ -25,7 +25,7 @@ from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.ports import free_port
 from tests.harness.proxy.servers import ROOT, eventually
-from tests.harness.trainer.scripted_host import TOKEN, ScriptedHost, scripted_service
+from tests.harness.trainer.scripted_learner import TOKEN, ScriptedHost, scripted_service
 
 ROW = TokenRow("a", (1, 2), (0, 1), (0.0, -0.5), 1.0)
 Reach = Callable[..., LearnerAccess]
@@ -33,7 +33,7 @@ Reach = Callable[..., LearnerAccess]
 
 def command(folder: Path, port: int | None = None, program: str | None = None) -> LearnerCommand:
     port = port or free_port()
-    run = ("-c", program) if program else ("-m", "tests.harness.trainer.scripted_host", str(port))
+    run = ("-c", program) if program else ("-m", "tests.harness.trainer.scripted_processes", "learner", str(port))
     guard = (sys.executable, "-I", "-S", process_guard.__file__, "5")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return LearnerCommand((*guard, sys.executable, *run), environment, f"http://127.0.0.1:{port}", folder / "log", 2)
@@ -117,12 +117,12 @@ def test_a_child_does_not_outlive_a_trainer_that_is_killed(tmp_path: Path) -> No
     )
     assert trainer.stdout is not None
     guard = int(trainer.stdout.readline())
-    eventually(lambda: descendants(guard), 30)
+    eventually(lambda: descendants(guard))
     running = [psutil.Process(guard), *descendants(guard)]
     trainer.send_signal(signal.SIGKILL)
-    trainer.wait(20)
+    trainer.wait(60)
     trainer.stdout.close()
-    eventually(lambda: not [one for one in running if one.is_running() and one.status() != psutil.STATUS_ZOMBIE], 30)
+    eventually(lambda: not [one for one in running if one.is_running() and one.status() != psutil.STATUS_ZOMBIE])
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_a_second_learner_of_a_base_model_is_refused_with_the_address_of_the_fir
         eventually(lambda: is_usable(first))
         with scripted_service(ScriptedHost(), instance="there:2:other") as other:
             refused = reach(other.url)
-            eventually(lambda: refused.failure, 30)
+            eventually(lambda: refused.failure)
             assert isinstance(refused.failure, LearnerTaken)
             assert "the learner at here:1," in str(refused.failure)
             assert "set learner.url to the first" in str(refused.failure)
@@ -167,10 +167,10 @@ def test_a_second_learner_of_a_base_model_is_refused_with_the_address_of_the_fir
 def test_a_learner_that_does_not_answer_is_an_alarm_until_it_does(reach: Reach, store: Store) -> None:
     port = free_port()
     access = reach(f"http://127.0.0.1:{port}", report_seconds=0.1)
-    eventually(lambda: [alarm.name for alarm in store.alarms.active()] == [UNREACHABLE], 30)
+    eventually(lambda: [alarm.name for alarm in store.alarms.active()] == [UNREACHABLE])
     assert f"learner.url http://127.0.0.1:{port} does not answer" in store.alarms.active()[0].reason
     with scripted_service(ScriptedHost(), port=port):
-        eventually(lambda: is_usable(access) and not store.alarms.active(), 30)
+        eventually(lambda: is_usable(access) and not store.alarms.active())
         access.close()
 
 
@@ -178,7 +178,7 @@ def test_a_learner_that_was_restarted_at_its_address_is_taken_at_once(reach: Rea
     port = free_port()
     with scripted_service(ScriptedHost(), port=port) as connection:
         access = reach(connection.url, lease_seconds=120)
-        eventually(lambda: is_usable(access), 30)
+        eventually(lambda: is_usable(access))
         access.close()
     with scripted_service(ScriptedHost(), port=port, instance="here:1:two") as connection:
         again = reach(connection.url, lease_seconds=120)

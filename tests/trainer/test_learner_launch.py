@@ -117,7 +117,7 @@ def test_a_process_of_another_version_or_model_is_named_with_the_remedy() -> Non
 
 def start(machine: Machine, number: int, leader: Machine, *arguments: str) -> subprocess.Popen[str]:
     process = LearnerProcessSettings(machines=2, machine_rank=number, leader=leader.address)
-    program = (sys.executable, "-m", "tests.harness.trainer.learner_member", *arguments)
+    program = (sys.executable, "-m", "tests.harness.trainer.two_machines", *arguments)
     torchrun = torchrun_command(process, {}, program)
     assert torchrun is not None
     environment = {**os.environ, **machine.environment, "PYTHONPATH": str(ROOT), "MACHINE": f"gpu{number}"}

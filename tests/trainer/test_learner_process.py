@@ -50,7 +50,7 @@ def start(tiny_model: Path, tmp_path: Path) -> Iterator[Start]:
         with suppress(psutil.NoSuchProcess):
             for process in one.pids():
                 process.kill()
-        one.process.wait(30)
+        one.process.wait(60)
 
 
 def remote(learner: LearnerProcess, agent: str = "mail", source: Path | None = None) -> RemoteLearner:

@@ -16,7 +16,7 @@ from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.release.evaluation import compare_with_judge, judge_pairs
 from ratchet.trainer.settings.judge_specs import RulerSpec
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from tests.harness.chat_models import ScriptedModel, says
 from tests.trainer.test_ruler import member, shown
 
 TASKS = 50
@@ -25,13 +25,13 @@ FAVOUR = 0.2  # what stands first gets more
 
 
 @pytest.fixture
-def model() -> Iterator[ScriptedJudgeModel]:
-    with ScriptedJudgeModel().running() as running:
+def model() -> Iterator[ScriptedModel]:
+    with ScriptedModel() as running:
         yield running
 
 
 @pytest.fixture
-def ruler(model: ScriptedJudgeModel) -> Iterator[RulerJudge]:
+def ruler(model: ScriptedModel) -> Iterator[RulerJudge]:
     spec = RulerSpec(
         kind="ruler",
         base_url=model.url,
@@ -74,12 +74,12 @@ def pair(task: int) -> list[Transcript]:
     ]
 
 
-def first_shown(model: ScriptedJudgeModel) -> list[str]:
+def first_shown(model: ScriptedModel) -> list[str]:
     return [answer_of(shown(request)["attempts"][0]) for request in model.requests]
 
 
 def test_over_many_tasks_each_version_is_shown_first_about_half_the_time(
-    model: ScriptedJudgeModel, ruler: RulerJudge
+    model: ScriptedModel, ruler: RulerJudge
 ) -> None:
     model.answers = [favours_the_first] * TASKS
     for task in range(TASKS):
@@ -88,9 +88,7 @@ def test_over_many_tasks_each_version_is_shown_first_about_half_the_time(
 
 
 @pytest.mark.slow
-def test_a_judge_that_favours_a_place_decides_nothing_about_a_version(
-    model: ScriptedJudgeModel, ruler: RulerJudge
-) -> None:
+def test_a_judge_that_favours_a_place_decides_nothing_about_a_version(model: ScriptedModel, ruler: RulerJudge) -> None:
     model.answers = [favours_the_first] * (4 * TASKS)
     members = {run.trajectory.id: run for task in range(TASKS) for run in pair(task)}
     pairs = [(pair(task)[0].trajectory.id, pair(task)[1].trajectory.id) for task in range(TASKS)]
@@ -104,7 +102,7 @@ def test_a_judge_that_favours_a_place_decides_nothing_about_a_version(
 
 
 def test_both_orders_are_paid_for_and_kept_and_a_failure_in_one_is_a_failure(
-    model: ScriptedJudgeModel, ruler: RulerJudge
+    model: ScriptedModel, ruler: RulerJudge
 ) -> None:
     model.answers = [favours_the_first, favours_the_first]
     one, whole = pair(1), judge_in_both_orders(ruler, pair(1))

@@ -209,7 +209,7 @@ def _dies_in_a_round(store: Store, settings: str, log: Path) -> tuple[int, str]:
             agents_work(store, task, scores)
         wait_for(lambda: bool(store.rounds.page("agent")), run)
         follower.kill()
-        return run.wait(timeout=90), log.read_text()
+        return run.wait(timeout=120), log.read_text()
     finally:
         run.kill()
 
@@ -219,7 +219,7 @@ def _goes_on(store: Store, settings: str, log: Path) -> tuple[int, str]:
     try:
         wait_for(lambda: store.policies.live()["agent"].version == 1, run)
         run.terminate()
-        return run.wait(timeout=90), log.read_text()
+        return run.wait(timeout=120), log.read_text()
     finally:
         run.kill()
 

@@ -20,9 +20,10 @@ from ratchet.trainer.release.publisher import Publisher
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks import is_held_out
 from tests.harness.proxy.running_proxy import Proxy, running
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.records import judged_group
-from tests.harness.trainer.prompted_vllm import PromptSensitiveVllm
+from tests.harness.trainer.prompted_vllm import by_prompt
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_learner import ScriptedLearner
 from tests.harness.trainer.stepped_controller import SteppedController
@@ -36,8 +37,8 @@ MESSAGES = [{"role": "system", "content": "Be nice."}, {"role": "user", "content
 
 
 @pytest.fixture
-def vllm() -> Iterator[tuple[PromptSensitiveVllm, str]]:
-    app = PromptSensitiveVllm()
+def vllm() -> Iterator[tuple[ScriptedVllm, str]]:
+    app = ScriptedVllm(play=by_prompt)
     with served(app) as url:
         yield app, url
 
@@ -50,14 +51,14 @@ def store(store_url: str) -> Iterator[Store]:
 
 
 @pytest.fixture
-def proxy(vllm: tuple[PromptSensitiveVllm, str], store: Store, tmp_path: Path) -> Iterator[Proxy]:
+def proxy(vllm: tuple[ScriptedVllm, str], store: Store, tmp_path: Path) -> Iterator[Proxy]:
     with running(vllm[1], store, tmp_path) as started:
         yield started
 
 
 @pytest.fixture
 def make(
-    vllm: tuple[PromptSensitiveVllm, str], store: Store, store_url: str, tmp_path: Path
+    vllm: tuple[ScriptedVllm, str], store: Store, store_url: str, tmp_path: Path
 ) -> Iterator[Callable[..., SteppedController]]:
     made: list[SteppedController] = []
 
@@ -125,7 +126,7 @@ def _is(store: Store, version: int, state: PolicyState) -> bool:
 
 @pytest.mark.slow
 def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
-    proxy: Proxy, store: Store, make: Callable[..., SteppedController], vllm: tuple[PromptSensitiveVllm, str]
+    proxy: Proxy, store: Store, make: Callable[..., SteppedController], vllm: tuple[ScriptedVllm, str]
 ) -> None:
     controller = make(policy="guarded", held_out_share=0.3, evaluation_samples=1)
     names = [f"task/{number}" for number in range(200)]

@@ -138,7 +138,7 @@ def test_an_ungrouped_trajectory_is_trained_with_its_resamples_and_nobody_else_s
             more = agent.chat.completions.with_raw_response.create(
                 **body | {"messages": [*QUESTION, answer, {"role": "user", "content": "and?"}]}
             )
-        counted = httpx.get(f"{proxy}/metrics", timeout=10).text
+        counted = httpx.get(f"{proxy}/metrics", timeout=60).text
     assert more.headers["x-ratchet-trajectory"].startswith(original)
     assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="resample",state="answered"} 2.0' in counted
 

@@ -32,9 +32,9 @@ def running_trainer(folder: Path) -> Iterator[tuple[RestartableProcess, ProxyPro
     ports = {"vllm": free_port(), "grader": free_port()}
     parts = [RestartableProcess(name, str(port), folder / f"{name}.log") for name, port in ports.items()]
     vllm = f"http://127.0.0.1:{ports['vllm']}"
-    eventually(lambda: _answers(f"{vllm}/metrics"), 30)
+    eventually(lambda: _answers(f"{vllm}/metrics"))
     proxy = ProxyProcess(folder, upstreams=[vllm])
-    eventually(lambda: _answers(proxy.url + "/health/ready"), 30)
+    eventually(lambda: _answers(proxy.url + "/health/ready"))
     settings = {
         "store": str(folder / "store.db"), "model": "agent", "base_model": "scripted", "vllm": [vllm],
         "checkpoints": str(folder / "checkpoints"), "judge_retry_seconds": 0.2,
@@ -66,7 +66,7 @@ def test_kills_of_the_trainer_ask_for_nothing_twice_and_train_nothing_twice(tmp_
         for number in range(PROMPTS):  # long enough to be killed in
             message = {"role": "user", "content": f"question {number} #tokens=6 #delay=0.05"}
             body = {"model": "agent", "messages": [message]}
-            assert httpx.post(f"{proxy.url}/v1/chat/completions", json=body, timeout=30).status_code == 200
+            assert httpx.post(f"{proxy.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
         draw = random.Random(1)
         for _ in range(KILLS):
             done = store.resamples.usage_since("agent", 0.0).count

@@ -18,7 +18,7 @@ from ratchet.trainer.controller.judges.kinds.answer import contains, exact, last
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel
+from tests.harness.chat_models import ScriptedModel
 
 Message = dict[str, Any]
 
@@ -150,7 +150,7 @@ def test_a_wrong_judge_setting_is_named_without_its_value(spec: dict[str, Any], 
 
 
 def test_a_grader_gets_the_whole_trajectory_signed_once_per_key(tmp_path: Path) -> None:
-    with ScriptedJudgeModel("/grade").running() as grader:
+    with ScriptedModel(path="/grade") as grader:
         grader.answers = [(503, "busy"), (200, {"score": 0.5, "components": {"style": 1}, "explanation": "fine"})]
         judge = made({"RATCHET_GRADER_SECRET": "s3"}, kind="http", url=f"{grader.url}/grade")
         verdict = judge.judge("grp_1", [member("Oslo")]).verdicts[0]
@@ -173,7 +173,7 @@ def test_a_grader_gets_the_whole_trajectory_signed_once_per_key(tmp_path: Path) 
     ],
 )
 def test_a_grader_that_does_not_grade_is_a_failure_not_a_zero(answer: Any, failure: str) -> None:
-    with ScriptedJudgeModel("/grade").running() as grader:
+    with ScriptedModel(path="/grade") as grader:
         grader.answers = [answer]
         judge = made(kind="http", url=f"{grader.url}/grade")
         verdict = judge.judge("g", [member("Oslo")]).verdicts[0]
@@ -195,7 +195,7 @@ def test_an_unreachable_grader_is_away() -> None:
     ("status", "remedy"), [(401, "in RATCHET_GRADER_SECRET (`secret_env`"), (429, "`concurrency`"), (503, "`url`")]
 )
 def test_a_grader_that_takes_no_request_is_away_and_gets_no_further_one(status: int, remedy: str) -> None:
-    with ScriptedJudgeModel("/grade").running() as grader:
+    with ScriptedModel(path="/grade") as grader:
         grader.answers = [(200, 1.0), (status, "no")]
         judge = made(kind="http", url=f"{grader.url}/grade", max_attempts=1)
         judgement = judge.judge("g", [member("Oslo"), member("Rome"), member("Bern")])
@@ -206,7 +206,7 @@ def test_a_grader_that_takes_no_request_is_away_and_gets_no_further_one(status: 
 
 @pytest.mark.parametrize("status", [400, 422, 500])
 def test_a_grader_that_refuses_one_trajectory_has_failed_on_it(status: int) -> None:
-    with ScriptedJudgeModel("/grade").running() as grader:
+    with ScriptedModel(path="/grade") as grader:
         grader.answers = [(status, "no"), (200, 1.0)]
         judge = made(kind="http", url=f"{grader.url}/grade", max_attempts=1)
         judgement = judge.judge("g", [member("Oslo"), member("Rome")])

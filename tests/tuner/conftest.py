@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,44 +10,20 @@ from typing import Any
 import pytest
 
 from ratchet.store.operation_records import Tuning
-from ratchet.store.store import Store, open_store
+from ratchet.store.store import Store
 from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
-from tests.harness.proxy.running_proxy import Proxy, running
-from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
-from tests.proxy.conftest import scripted, vllm
+from tests.harness.chat_models import ScriptedReflectionModel
+from tests.harness.proxy.running_proxy import Proxy
+from tests.proxy.conftest import proxy, scripted, start, vllm, vllm_url
 
 WORKFLOWS = "tests.harness.tuner.workflows"
 ALIAS = "agent"
 
 
-__all__ = ["scripted", "vllm"]  # fixtures
-
-
-@pytest.fixture
-def store(store_file: Path) -> Iterator[Store]:
-    """A fresh SQLite store."""
-    opened = open_store(str(store_file))
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def start_proxy(
-    scripted: tuple[ScriptedVllm, str], vllm: ScriptedVllm, store: Store, tmp_path: Path
-) -> Iterator[Callable[..., Proxy]]:
-    """Start a proxy with settings; all stop with the test."""
-    with contextlib.ExitStack() as stack:
-        yield lambda **settings: stack.enter_context(running(scripted[1], store, tmp_path, **settings))
-
-
-@pytest.fixture
-def proxy(start_proxy: Callable[..., Proxy]) -> Proxy:
-    """A proxy that serves the alias `agent`, ready."""
-    return start_proxy()
+__all__ = ["proxy", "scripted", "start", "vllm", "vllm_url"]  # fixtures
 
 
 @pytest.fixture
@@ -73,7 +48,7 @@ def tasks(task_file: Path) -> list[Task]:
 @pytest.fixture
 def reflection_server() -> Iterator[ScriptedReflectionModel]:
     """A scripted reflection model that proposes what helps."""
-    with ScriptedReflectionModel().running() as scripted:
+    with ScriptedReflectionModel() as scripted:
         yield scripted
 
 

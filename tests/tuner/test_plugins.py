@@ -32,12 +32,12 @@ from ratchet.trainer.user_code.plugins import (
     plugin_names,
 )
 from ratchet.tuner.prompts.optimizer import load_optimizer
+from tests.harness.chat_models import ScriptedReflectionModel
 from tests.harness.metadata import register
 from tests.harness.packages import environment_without_plugins
 from tests.harness.trainer.tiny import build_tiny_model
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import WorldEvaluate, search
-from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 from tests.trainer.test_monitors import committed_round
 from tests.trainer.test_ruler import member
 from tests.tuner.test_prompt_optimizers import reflection

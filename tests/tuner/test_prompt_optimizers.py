@@ -16,9 +16,9 @@ from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import load_optimizer
 from ratchet.tuner.prompts.reflection_model import ReflectionModel
+from tests.harness.chat_models import ScriptedReflectionModel
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import TRAIN, VALIDATION, WorldEvaluate, search
-from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def test_reflection_is_shown_training_tasks_alone(reflection_server: ScriptedRef
 def test_the_same_seed_asks_the_same_questions() -> None:
     questions = []
     for seed in (1, 1, 2):
-        with ScriptedReflectionModel().running() as server:
+        with ScriptedReflectionModel() as server:
             evaluate = WorldEvaluate()
             load_optimizer("gepa").optimize(prompt_world.SEED, evaluate, reflection(server), search(seed))
             questions.append(evaluate.questions)

@@ -21,9 +21,9 @@ from ratchet.tuner.prompts.seed_prompt import given
 from ratchet.tuner.prompts.task_splits import Sizes, divide
 from ratchet.tuner.prompts.trials import Trials
 from ratchet.tuner.rollouts.runner import RolloutJob, plan_rollout
+from tests.harness.chat_models import ScriptedReflectionModel
 from tests.harness.records import answered_trajectory
 from tests.harness.tuner import prompt_world
-from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 from tests.harness.tuner.world_rollouts import TOKENS, Killed, WorldRollouts, tasks
 
 TASKS = tasks(60)

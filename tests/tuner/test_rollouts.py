@@ -28,7 +28,7 @@ from ratchet.tuner.rollouts.runner import (
 )
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
 from ratchet.tuner.settings import TunerSettings
-from tests.harness.proxy.running_proxy import Proxy
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.tuner.conftest import jobs_of
 
 Make = Callable[..., RolloutRunner]
@@ -264,7 +264,7 @@ def test_writing_down_does_not_hold_up_the_agents(store: Store, tasks: list[Task
 
 @pytest.mark.parametrize("purpose", ["live", "eval"])
 def test_an_agent_that_outlives_its_tuner_calls_into_its_own_abandoned_rollout(
-    tasks: list[Task], tuning: Tuning, store: Store, start_proxy: Callable[..., Proxy], purpose: str, tmp_path: Path
+    tasks: list[Task], tuning: Tuning, store: Store, start: Start, purpose: str, tmp_path: Path
 ) -> None:
     prompt = store.prompts.register("Be brief.")
     early, late = (
@@ -272,11 +272,11 @@ def test_an_agent_that_outlives_its_tuner_calls_into_its_own_abandoned_rollout(
         for attempt in (0, 1)
     )
     store.rollouts.plan([early, late])
-    before = start_proxy()
+    before = start()
     _ask(before, early.id)
     before.settled()
     store.tunings.resume(tuning.id)
-    after = start_proxy(journal=tmp_path / "later")  # which never heard of it before it was abandoned
+    after = start(journal=tmp_path / "later")  # which never heard of it before it was abandoned
     for proxy, name in ((before, early.id), (before, late.id), (after, late.id), (after, early.id)):
         _ask(proxy, name)
         proxy.settled()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from ratchet.tuner.selection.model_selection import (
     resolved,
 )
 from ratchet.tuner.settings import TunerSettings
-from tests.harness.proxy.running_proxy import Proxy
-from tests.harness.proxy.servers import served
-from tests.harness.tuner.scripted_models import ScriptedModels, entry
+from tests.harness.chat_models import ScriptedModel, adding_models, entry
+from tests.harness.proxy.running_proxy import Proxy, Start
 
 TASKS = 40
 PRICED = {"input_cost_per_token": 1e-6, "output_cost_per_token": 1e-6}
@@ -47,7 +46,7 @@ class SelectionSetup:
 
     store: Store
     proxy: Proxy
-    models: ScriptedModels
+    models: ScriptedModel
     tasks: Sequence[Task]
     listed: list[dict[str, Any]]
 
@@ -69,20 +68,19 @@ class SelectionSetup:
 
 
 @pytest.fixture
-def bench(start_proxy: Callable[..., Proxy], store: Store, tmp_path: Path) -> Iterator[SelectionSetup]:
-    models = ScriptedModels()
+def bench(start: Start, store: Store, tmp_path: Path) -> Iterator[SelectionSetup]:
     rows = [{"question": f"What is {number} + 3?", "answer": str(number + 3)} for number in range(TASKS)]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with served(models.app) as url:
-        listed = [entry(url, name, price) for name, price in PRICES.items()]
-        proxy = start_proxy(model_list=listed)
+    with adding_models() as models:
+        listed = [entry(models.url, name, price) for name, price in PRICES.items()]
+        proxy = start(model_list=listed)
         yield SelectionSetup(store, proxy, models, list(TaskSet.open(tmp_path / "test.jsonl").rows("test")), listed)
 
 
 @pytest.mark.slow
 async def test_candidates_take_turns_at_the_same_tasks(bench: SelectionSetup) -> None:
     await bench.select("right-20", "right-95", tasks=10, concurrency=1)
-    models = bench.models.requests
+    models = [body["model"] for body in bench.models.requests]
     assert len(models) == 20
     assert all({"right-20", "right-95"} == set(models[place : place + 2]) for place in range(0, 20, 2))
     assert {models[0], models[2]} == {"right-20", "right-95"}  # and at being first

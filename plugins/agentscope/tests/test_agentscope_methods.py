@@ -40,13 +40,13 @@ def test_the_better_model_is_selected_by_its_name(project: Project, environment:
     assert found["best"] == 1
     assert found["metrics"]["reward_avg"] > 0.8
     assert (tuning.kind, tuning.state) == ("select-model", "done")
-    assert set(made.models.requests) == {"right-20", "right-95"}
+    assert {one["model"] for one in made.models.requests} == {"right-20", "right-95"}
 
 
 @pytest.mark.parametrize("environment", ["agentscope1", "agentscope2"])
 def test_a_better_prompt_is_found(project: Project, environment: str) -> None:
     with prompt_project(project) as made:
-        found = run(environment, project, "prompt", made.reflection.url)
+        found = run(environment, project, "prompt", made.reflection.base_url)
     assert all(f"a {thing} is a {word}" in found["prompt"] for thing, word in WORDS.items())
     assert found["metrics"]["difference"] == 1.0
     assert any("You answer with one word." in prompt for prompt in made.vllm.prompts)

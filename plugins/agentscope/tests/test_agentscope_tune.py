@@ -88,7 +88,7 @@ def run(environment: str, project: Project) -> dict[str, Any]:
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=20).status_code == 200
+        return httpx.get(f"{url}/health", timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
 

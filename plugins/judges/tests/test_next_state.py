@@ -17,8 +17,8 @@ from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import asks_language_model, read_spec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet_judges.next_state import evidence
+from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.records import answered_trajectory
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.ratchet.test_teacher import entry
 from tests.trainer.test_rules import Message, made, member
 
@@ -27,7 +27,7 @@ JUDGE: dict[str, Any] = {"kind": "next_state", "base_url": "http://127.0.0.1:1",
 
 def test_a_next_state_model_that_is_away_gets_one_request() -> None:
     turns: list[Message] = [{"role": "assistant", "content": "Rome"}, {"role": "user", "content": "No."}]
-    with ScriptedJudgeModel().running() as model:
+    with ScriptedModel() as model:
         model.answers = [(401, "who are you")]
         judge = made(kind="next_state", base_url=model.url, model="m")
         judgement = judge.judge("g", [member("Oslo", before=turns), member("Bern", before=turns)])
@@ -41,7 +41,7 @@ def test_what_came_next_is_evidence_and_a_lone_answer_has_none() -> None:
         {"role": "assistant", "content": "Rome"},
         {"role": "user", "content": "No, that is wrong."},
     ]
-    with ScriptedJudgeModel().running() as model:
+    with ScriptedModel() as model:
         model.answers = [says({"answers": [{"number": 1, "shows": "bad"}]})]
         judge = made(kind="next_state", base_url=model.url, model="m")
         verdicts = judge.judge("g", [member("Oslo", before=turns), member("Oslo")]).verdicts
@@ -61,7 +61,7 @@ def test_a_next_state_prompt_keeps_its_budget_and_asks_for_the_answers_that_it_s
         numbers = [turn["number"] for turn in shown if isinstance(turn, dict)]
         return says({"answers": [{"number": number, "shows": "good"} for number in numbers]})
 
-    with ScriptedJudgeModel().running() as model:
+    with ScriptedModel() as model:
         model.answers = [rate]
         judge = made(kind="next_state", base_url=model.url, model="m", context_tokens=1_000)
         verdict = judge.judge("g", [member("Oslo", before=turns)]).verdicts[0]

@@ -10,9 +10,9 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet_lessons.lessons import LessonSettings, learn, start_ramp
+from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.servers import eventually
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.harness.trainer.stepped_controller import SteppedController
 from tests.trainer.test_prompt_versions import (
     GUARDED,
@@ -41,7 +41,7 @@ def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
         return _scores(store) >= 6
 
     eventually(all_scored)
-    with ScriptedJudgeModel().running() as scripted:
+    with ScriptedModel() as scripted:
         scripted.answers = [says({"diagnosis": "d", "lessons": ["Try to be better."]})]
         model = LanguageModel(ModelSpec(base_url=scripted.url, model="m"), None)
         learned = learn(store, "agent", model, LessonSettings(failure_threshold=0.6))

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.harness.chat_models import ScriptedReflectionModel
 from tests.harness.cli.project import ROOT, Project
 from tests.harness.clients.program import client_python
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_project import PromptProject, prompt_project
-from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
 pytestmark = pytest.mark.clients
 
@@ -61,9 +61,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What came of MIPRO's searches in the small world."""
     program = [str(client_python("mipro")), str(Path(__file__).with_name("mipro_in_the_small_world.py"))]
     home = tmp_path_factory.mktemp("home")
-    with ScriptedDspyModel().running() as server:
+    with ScriptedDspyModel() as server:
         done = subprocess.run(
-            [*program, server.url], capture_output=True, text=True, env=environment(HOME=str(home)), timeout=240,
+            [*program, server.base_url], capture_output=True, text=True, env=environment(HOME=str(home)), timeout=240,
             check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -16,8 +16,8 @@ from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
+from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.clients.program import HOME, SKIP
-from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import member
 
 OWN = "plugins.openjudge.tests.own_graders"
@@ -67,7 +67,7 @@ def test_a_grader_of_the_package_reads_the_response_and_a_column_of_the_task() -
 
 @pytest.mark.clients
 def test_a_grader_that_asks_a_model_is_put_on_the_scale_from_0_to_1() -> None:
-    with ScriptedJudgeModel().running() as model:
+    with ScriptedModel() as model:
         model.answers = [says({"reason": "close", "score": 4})]
         judge = made(
             "openjudge.graders.common.correctness:CorrectnessGrader", {"RATCHET_JUDGE_API_KEY": "sk-grader"},

@@ -20,12 +20,13 @@ from ratchet.trainer.errors import WorkflowError
 from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
+from tests.conftest import store
 from tests.harness.clients.program import client_python
 from tests.harness.packages import ROOT
 from tests.harness.proxy.running_proxy import Proxy
-from tests.tuner.conftest import jobs_of, proxy, runner, scripted, start_proxy, store, tuning, vllm
+from tests.tuner.conftest import jobs_of, proxy, runner, scripted, start, tuning, vllm, vllm_url
 
-__all__ = ["proxy", "runner", "scripted", "start_proxy", "store", "tuning", "vllm"]  # fixtures
+__all__ = ["proxy", "runner", "scripted", "start", "store", "tuning", "vllm", "vllm_url"]  # fixtures
 HERE = Path(__file__).parent
 TASKSETS = HERE / "tasksets"
 clients = pytest.mark.clients

@@ -120,7 +120,7 @@ class DurabilityCampaign:
 
     def _start(self) -> ProxyProcess:
         proxy = ProxyProcess(self._folder, **self._values)
-        eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=5).status_code == 200, 30)
+        eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=60).status_code == 200)
         return proxy
 
     def _missing(self) -> Iterator[str]:

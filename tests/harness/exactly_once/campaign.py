@@ -1,10 +1,10 @@
 """The exactly-once campaign: `kill -9` of every process of a training loop, at random moments.
 
 A real proxy, a real store, two trainer processes of which one holds the lease, a learner service with a scripted host,
-and a scripted grader and vLLM (`tests/harness/trainer/scripted_learner.py`), each in a process of its own. Versions are
-kept in object storage (moto's S3 server). Agents call continuously. Killed in turn: a trainer, the grader, vLLM, the
-learner, what serves the object storage, the database (PostgreSQL), and a trainer that is stopped for longer than its
-lease and then resumed.
+and a scripted grader and vLLM (`tests/harness/trainer/scripted_processes.py`), each in a process of its own. Versions
+are kept in object storage (moto's S3 server). Agents call continuously. Killed in turn: a trainer, the grader, vLLM,
+the learner, what serves the object storage, the database (PostgreSQL), and a trainer that is stopped for longer than
+its lease and then resumed.
 
 Checked afterwards in the store and the newest checkpoint: every answered trajectory is trained; the weights contain
 each trained trajectory exactly once; every version that is kept can be read and has the checksums of its manifest; each
@@ -95,7 +95,7 @@ class ExactlyOnceCampaign:
         self._proxy = ProxyProcess(
             folder, upstreams=[vllm], store=self.url, port=free_port(), breaker_reset_seconds=0.5
         )
-        eventually(lambda: httpx.get(self._proxy.url + "/health/ready", timeout=5).status_code == 200, 30)
+        eventually(lambda: httpx.get(self._proxy.url + "/health/ready", timeout=60).status_code == 200)
         urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
         trainer = json.dumps([self._trainer_settings(vllm, urls["grader"], urls["learner"])])
         self._processes |= {

@@ -19,10 +19,10 @@ AGENTS = 3
 
 
 class RestartableProcess:
-    """`python -m tests.harness.trainer.scripted_learner NAME VALUE`, which can be killed and restarted."""
+    """`python -m tests.harness.trainer.scripted_processes NAME VALUE`, which can be killed and restarted."""
 
     def __init__(self, name: str, value: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        self._command = [sys.executable, "-m", "tests.harness.trainer.scripted_learner", name, value]
+        self._command = [sys.executable, "-m", "tests.harness.trainer.scripted_processes", name, value]
         self._environment = os.environ | dict(environment or {})
         self.log = log
         self.start()
@@ -35,7 +35,7 @@ class RestartableProcess:
     def kill(self) -> None:
         """Send SIGKILL and wait."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     @property
     def exited(self) -> bool:

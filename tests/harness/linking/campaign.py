@@ -87,7 +87,7 @@ class LinkingCampaign:
                 await self._restart(traffic)
                 await running
         for proxy in self._proxies:
-            eventually(partial(has_shipped, proxy.url), 30)
+            eventually(partial(has_shipped, proxy.url))
         return score_kinds(traffic.truths, self._stored(), [kind.name for kind in kinds if kind.alike])
 
     async def _all(self, traffic: LinkingTraffic, kinds: Sequence[TrafficKind], divisor: int) -> None:

@@ -116,7 +116,7 @@ class FailingMachine:
         if self._proxy is not None:
             self.kill()
         self._vllm.kill()
-        self._vllm.wait(10)
+        self._vllm.wait(60)
 
 
 def make_machines(

@@ -87,10 +87,10 @@ def raw_upstream() -> Iterator[RawUpstream]:
     stop = asyncio.Event()
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(stop),), daemon=True)
     thread.start()
-    assert listening.wait(10)
+    assert listening.wait(60)
     try:
         yield upstream
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()

@@ -45,7 +45,7 @@ class Relay:
         self.mend()
         self.cut()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
         self._listener.close()
 
     def _accept(self) -> None:

@@ -25,7 +25,7 @@ class Proxy:
     def __init__(self, url: str, store: Store) -> None:
         self.url = url
         self.store = store
-        self.http = httpx.Client(base_url=url, timeout=20)
+        self.http = httpx.Client(base_url=url, timeout=60)
         self.clients: list[openai.OpenAI] = []
 
     def agent(self, key: str = "k", path: str = "/v1", strict: bool = True, **options: Any) -> openai.OpenAI:

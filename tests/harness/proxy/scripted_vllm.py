@@ -17,13 +17,13 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
-from tests.harness.proxy import data_models, obliging
+from tests.harness.proxy import data_models
 from tests.harness.proxy.scripted_base import ScriptedBaseModel
 
 TURN, END = 256, 257
@@ -57,11 +57,14 @@ def logprob(place: int) -> float:
 
 
 class ScriptedVllm:
-    """The ASGI application. `calls` holds the bodies of all calls, `aborted` counts answers whose client left."""
+    """The ASGI application. `calls` holds the bodies of all calls, `aborted` counts answers whose client left.
 
-    def __init__(self, base: str = "tiny-base", obliging: bool = False) -> None:
+    `play(body)` returns further directives for each call (`scripts.py`).
+    """
+
+    def __init__(self, base: str = "tiny-base", play: Callable[[Json], Mapping[str, str]] | None = None) -> None:
         self.base = base
-        self.obliging = obliging
+        self.play = play
         self._numbers = itertools.count()
         self.restart()
 
@@ -138,7 +141,7 @@ class ScriptedVllm:
             await _error(send, 400, str(error))
             return
         script = dict(_DIRECTIVE.findall(_last_text(body["messages"])))
-        script |= obliging.script(body) if self.obliging else {}
+        script |= await asyncio.to_thread(self.play, body) if self.play else {}
         await asyncio.sleep(float(script.get("wait", 0)))
         if body["model"] not in (self.base, *self.adapters):
             await _error(send, 404, f"The model `{body['model']}` does not exist.", "NotFoundError")

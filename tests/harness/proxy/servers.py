@@ -149,7 +149,7 @@ class VllmProcess:
     def kill(self) -> None:
         """kill -9."""
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def _answers(self) -> bool:
         return _listens(self._port)
@@ -181,11 +181,11 @@ def scripted_process(module: str, *arguments: str) -> Iterator[str]:
     port = free_port()
     process = subprocess.Popen([sys.executable, "-m", module, *arguments, str(port)], cwd=ROOT)
     try:
-        eventually(lambda: _listens(port), 30)
+        eventually(lambda: _listens(port))
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def leave(url: str, body: Any, at_work: Callable[[], object], key: str = "k") -> None:

@@ -142,7 +142,7 @@ class VersionMaker(Protocol):
 @contextmanager
 def scripted(folder: Path) -> Iterator[tuple[str, VersionMaker]]:
     """Yield the URL of a scripted vLLM and a scripted learner. `folder` is not used."""
-    with scripted_process("tests.harness.trainer.scripted_learner", "vllm") as url:
+    with scripted_process("tests.harness.trainer.scripted_processes", "vllm") as url:
         yield url, ScriptedLearner(_SETTINGS, None)
 
 
@@ -166,7 +166,7 @@ def run(folder: Path, swaps: int, pause: float, steady: float, agents: int = 8, 
     outcome, started = SwapOutcome(swaps=swaps), time.perf_counter()
     with serve(folder) as (vllm, maker):
         proxy = ProxyProcess(folder, upstreams=[vllm])
-        eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=5).status_code == 200, 30)
+        eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=60).status_code == 200)
         store, replica = open_store(str(folder / "store.db")), VllmServer(vllm)
         publisher = Publisher(store, [replica], alias=ALIAS, tolerance=0.01, keep_loaded_adapters=2)
         traffic, durations = SwapTraffic(proxy.url, agents), []

@@ -31,7 +31,7 @@ pause.set()
 
 
 def scripted(trajectory: Mapping[str, Any]) -> Any:
-    pause.wait(30)
+    pause.wait(60)
     value = by_answer[trajectory["messages"][-1]["content"]]
     if isinstance(value, Exception):
         raise value
@@ -91,7 +91,7 @@ _together = threading.Barrier(2)
 
 def needs_another_caller(response: str) -> int:
     """Returns only while another thread calls it too."""
-    _together.wait(20)
+    _together.wait(60)
     return len(response)
 
 

@@ -1,24 +1,17 @@
-"""A scripted vLLM whose answer quality depends on the system prompt, and a judge of its answers."""
+"""An answer quality that depends on the system prompt, and a judge of such answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from starlette.types import Receive, Send
-
-from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm
-
-
-class PromptSensitiveVllm(ScriptedVllm):
-    """Answers `good` if the system prompt contains `better`, `awful` if it contains `worse`, else `fair`."""
-
-    async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
-        result = next((str(m["content"]) for m in body["messages"] if m["role"] in ("system", "developer")), "")
-        text = "good" if "better" in result else "awful" if "worse" in result else "fair"
-        await super()._answer(body, {**script, "say": text}, receive, send)
-
+from typing import Any
 
 _SCORES = {"good": 1.0, "fair": 0.5, "awful": 0.0}
+
+
+def by_prompt(body: Mapping[str, Any]) -> dict[str, str]:
+    """Answer `good` if the system prompt contains `better`, `awful` if it contains `worse`, else `fair`."""
+    prompt = next((str(m["content"]) for m in body["messages"] if m["role"] in ("system", "developer")), "")
+    return {"say": "good" if "better" in prompt else "awful" if "worse" in prompt else "fair"}
 
 
 def judged(response: str) -> float:

@@ -1,7 +1,10 @@
 """Two machines on one host: this host and a network namespace, which a virtual cable joins.
 
 Their programs reach each other by address only, as on two machines: localhost of one is not localhost of the other.
-Needs root; where that is missing, both machines are this host.
+Needs root; where that is missing, both machines are this host. As a program it is one process of a learner, which
+compares itself with the others and ends; the launcher's variables say which it is.
+
+    python -m tests.harness.trainer.two_machines VERSION WEIGHTS
 """
 
 from __future__ import annotations
@@ -9,9 +12,13 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from ratchet.trainer.errors import LearnerRefused
+from ratchet.trainer.learner_service.process import LearnerProcessIdentity, compare_processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +66,19 @@ def _can_isolate(name: str) -> bool:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def main(version: str, weights: str) -> int:
+    """Return 0 if all processes are alike, 1 if not."""
+    machine = os.environ["MACHINE"]
+    try:
+        compare_processes(LearnerProcessIdentity(machine, version, "base", {"weights": weights}), os.environ)
+    except LearnerRefused as refusal:
+        print(f"{machine} refused: {refusal}", flush=True)
+        return 1
+    print(f"{machine} is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

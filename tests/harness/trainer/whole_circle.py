@@ -27,7 +27,7 @@ def proxy_before(vllm: ScriptedVllm, folder: Path) -> Iterator[str]:
     with served(vllm) as url:
         process = ProxyProcess(folder, upstreams=[url])
         try:
-            eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)
+            eventually(lambda: httpx.get(process.url + "/health/ready", timeout=60).status_code == 200)
             yield process.url
         finally:
             process.stop()
@@ -35,7 +35,7 @@ def proxy_before(vllm: ScriptedVllm, folder: Path) -> Iterator[str]:
 
 def all_shipped(proxy: str) -> None:
     """Wait until all records of the proxy are in the store, which takes a while on a busy machine."""
-    eventually(lambda: httpx.get(f"{proxy}/health/backlog", timeout=10).json()["unshipped_records"] == 0, 30)
+    eventually(lambda: httpx.get(f"{proxy}/health/backlog", timeout=60).json()["unshipped_records"] == 0)
 
 
 @contextmanager

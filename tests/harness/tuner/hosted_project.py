@@ -19,12 +19,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
 
+from tests.harness.chat_models import ScriptedModel, ScriptedReflectionModel, adding_models, entry
 from tests.harness.cli.project import Project
 from tests.harness.proxy.servers import served
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompted_vllm import PromptedVllm
-from tests.harness.tuner.scripted_models import ScriptedModels, entry
-from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
 TASKS = 20
 WORLD_AGENT = "tests.harness.tuner.world_agent"
@@ -36,8 +35,7 @@ class HostedProject:
 
     project: Project
     follower: PromptedVllm
-    sums: ScriptedModels
-    sums_url: str
+    sums: ScriptedModel
     reflection: ScriptedReflectionModel
 
     @property
@@ -54,20 +52,20 @@ def hosted_project(project: Project, *, has_base_model: bool = False) -> Iterato
         project.content["vllm"] |= engine
     else:
         project.content = {"min_free_disk_mb": 1, "proxy": project.content["proxy"]}
-    follower, sums, folder = PromptedVllm(base="follows-rules"), ScriptedModels(), project.folder
+    follower, folder = PromptedVllm(base="follows-rules"), project.folder
     with contextlib.ExitStack() as stack:
-        reflection = stack.enter_context(ScriptedReflectionModel().running())
-        url = stack.enter_context(served(sums.app))
+        reflection = stack.enter_context(ScriptedReflectionModel())
+        sums = stack.enter_context(adding_models())
         models = [
             entry(stack.enter_context(served(follower)), "follows-rules"),
-            *(entry(url, name) for name in ("right-95", "right-20")),
+            *(entry(sums.url, name) for name in ("right-95", "right-20")),
             entry(stack.enter_context(served(_hanging)), "hangs"),
-            entry(reflection.url, "reflection"),
+            entry(reflection.base_url, "reflection"),
         ]
         _write(folder / "world", train=prompt_world.rows(18), test=prompt_world.rows(12, start=100))
         _write(folder / "sums", test=[_sum(number) for number in range(TASKS)])
         project.write(model_list=models)
-        yield HostedProject(project, follower, sums, url, reflection)
+        yield HostedProject(project, follower, sums, reflection)
 
 
 def _sum(number: int) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratchet.store.store import Store, open_store
+from tests.harness.chat_models import ScriptedReflectionModel
 from tests.harness.cli.project import Project
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.servers import served
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompted_vllm import PromptedVllm
-from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
 AGENT = "tests.harness.tuner.world_agent"
 
@@ -32,7 +32,7 @@ class PromptProject:
     def arguments(self, agent: str = "agent", **given: Any) -> list[str]:
         options = {
             "tasks": "world", "workflow": f"{AGENT}:{agent}", "judge": f"{AGENT}:judge", "seed": 1,
-            "reflection-url": self.reflection.url, "reflection-model": "scripted-reflection", "max_rollouts": 200,
+            "reflection-url": self.reflection.base_url, "reflection-model": "scripted-reflection", "max_rollouts": 200,
             **given,
         }  # fmt: skip
         return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -59,6 +59,6 @@ def prompt_project(project: Project, reflection: ScriptedReflectionModel | None 
         store = open_store(str(project.folder / "s.db"))
         stack.callback(store.close)
         proxy = stack.enter_context(running(url, store, project.folder, model="policy"))
-        served_reflection = stack.enter_context((reflection or ScriptedReflectionModel()).running())
+        served_reflection = stack.enter_context(reflection or ScriptedReflectionModel())
         project.write(store="sqlite:///s.db", tuner={"proxy_url": proxy.url})
         yield PromptProject(project, store, vllm, proxy, served_reflection)

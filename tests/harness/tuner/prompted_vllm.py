@@ -9,8 +9,8 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm
+from tests.harness.proxy.scripts import text_of
 from tests.harness.tuner import prompt_world
-from tests.harness.tuner.message_text import text_of
 
 
 class PromptedVllm(ScriptedVllm):
@@ -24,7 +24,7 @@ class PromptedVllm(ScriptedVllm):
     async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
         await asyncio.sleep(self.seconds)
         messages: list[dict[str, Any]] = body["messages"]
-        prompt = text_of(messages[:1]) if messages[0]["role"] == "system" else ""
+        prompt = text_of(messages[0]) if messages[0]["role"] == "system" else ""
         self.prompts.append(prompt)
-        reply = prompt_world.answer(prompt, text_of(messages[1:] or messages))
+        reply = prompt_world.answer(prompt, text_of(*(messages[1:] or messages)))
         await super()._answer(body, {**script, "say": reply}, receive, send)

@@ -33,7 +33,7 @@ async def idle(task: Mapping[str, Any]) -> str:
 async def _answer(task: Mapping[str, Any], base_url: str, model: str, prompt: str | None) -> str:
     system = [] if prompt is None else [{"role": "system", "content": prompt}]
     body = {"model": model, "messages": [*system, {"role": "user", "content": task["question"]}]}
-    async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
         answer = await client.post(f"{base_url}/chat/completions", json=body)
         answer.raise_for_status()
         return str(answer.json()["choices"][0]["message"]["content"])

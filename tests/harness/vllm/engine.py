@@ -82,7 +82,7 @@ class VllmServerProcess:
         """Kill every process of the server."""
         with contextlib.suppress(psutil.NoSuchProcess):  # it did not start; the failure is reported elsewhere
             kill_tree(psutil.Process(self._process.pid))
-        self._process.wait(20)
+        self._process.wait(60)
 
     def _tree(self) -> list[psutil.Process]:
         root = psutil.Process(self._process.pid)

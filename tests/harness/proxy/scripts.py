@@ -1,16 +1,36 @@
-"""Directives for a model that satisfies a conformance suite.
-
-It thinks on request, calls the first tool until it has a result, and follows the schemas of the request.
-"""
+"""Directives for the scripted vLLM: an answer of text, a tool call, and what satisfies a conformance suite."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+Script = Mapping[str, str]
+Messages = list[dict[str, Any]]
 
-def script(body: dict[str, Any]) -> dict[str, str]:
-    """Return the directives of the scripted vLLM that suit a chat request."""
+
+def says(text: str) -> Script:
+    """An answer of text; the script needs dots for spaces."""
+    return {"say": text.replace(" ", ".")}
+
+
+def calls(tool: str, **arguments: Any) -> Script:
+    """An answer with one tool call."""
+    return {"tool": tool, "args": json.dumps(arguments).replace(" ", ".")}
+
+
+def text_of(*messages: Mapping[str, Any]) -> str:
+    """Return the text of messages, sent as a string or in parts, one after another."""
+    contents = [message.get("content") or "" for message in messages]
+    return "\n".join(
+        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        for content in contents
+    )
+
+
+def obliging(body: Mapping[str, Any]) -> Script:
+    """Think on request, call the first tool until it has a result, and follow the schemas of the request."""
     result: dict[str, str] = {}
     if body.get("reasoning_effort") or body.get("chat_template_kwargs"):
         result["think"] = "let.me.see"
