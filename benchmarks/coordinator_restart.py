@@ -26,7 +26,7 @@ import sqlalchemy as sa
 
 from benchmarks import contenders, wire_load
 from benchmarks.wire_load import Target
-from ratchet.output.terminal import progress_bars
+from ratchet.output import progress_bars
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect
 from tests.harness.proxy.servers import ProxyProcess, eventually

@@ -21,7 +21,7 @@ import msgspec
 import psutil
 
 from benchmarks import agent_shapes
-from ratchet.output.terminal import progress_bars
+from ratchet.output import progress_bars
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.messages.coordinator_messages import End, encode
 from ratchet.proxy.messages.link_records import Leaf, Link, LinkEvidence, token_fingerprint

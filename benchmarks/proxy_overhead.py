@@ -30,7 +30,7 @@ from benchmarks import agent_shapes, contenders, wire_load
 from benchmarks.contenders import Contender, NotRun, on_core
 from benchmarks.wire_load import Target
 from benchmarks.wire_upstream import CHUNKS, MODEL
-from ratchet.output.terminal import progress_bars
+from ratchet.output import progress_bars
 
 _SERVERS: dict[str, Callable[[int, Path, int], AbstractContextManager[Contender]]] = {
     "ratchet": contenders.ratchet,

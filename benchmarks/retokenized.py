@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from ratchet.output.files import pyplot
+from ratchet.output import pyplot
 from ratchet.trainer.controller.advantages import group_advantages
 from ratchet.trainer.errors import RowError
 from ratchet.trainer.learner.host import Learner

@@ -19,13 +19,11 @@ import click
 
 from ratchet import __version__
 from ratchet.commands import (
-    audit,
+    access,
     demo,
     evaluate,
     feedback,
-    groups,
     judge,
-    keys,
     plan,
     policies,
     project,
@@ -34,7 +32,6 @@ from ratchet.commands import (
     tasks,
     trajectories,
     tune,
-    usage,
 )
 from ratchet.commands.suggestions import SuggestingGroup
 from ratchet.errors import InvalidArgument, RatchetError
@@ -74,11 +71,11 @@ for command in (
     services.learner,
     store.store,
     trajectories.trajectories,
-    groups.groups,
+    trajectories.groups,
     policies.policies,
-    keys.keys,
-    usage.usage,
-    audit.audit,
+    access.keys,
+    access.usage,
+    access.audit,
     judge.judge,
     feedback.feedback,
     tasks.tasks,

@@ -5,15 +5,18 @@ Importing this is part of `ratchet --help`: everything slow is imported inside t
 
 from __future__ import annotations
 
+import functools
 import getpass
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from ratchet.output import print_json as print_json
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
@@ -59,27 +62,52 @@ class Timestamp(_SecondsType):
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 
-project = click.option("--project", metavar="NAME", help="Project, and name of its state folder.  [default: default]")
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-store_url = click.option("--store", metavar="URL", help="Store: a database URL or an SQLite path.")
-alias = click.option(
-    "--model", metavar="NAME", help="Agent, by the name that it sends as `model`.  [default: the only one]"
+class Setting(click.Option):
+    """An option that sets a key of the settings for one run of a command."""
+
+    def __init__(self, *names: Any, key: str, **given: Any) -> None:
+        super().__init__(*names, **given)
+        self.key = key
+
+
+def setting(key: str, *names: str, **given: Any) -> Callable[[_Command], _Command]:
+    """Add an option that sets a key of the settings, such as `proxy.port`."""
+    return click.option(*names, cls=Setting, key=key, **given)
+
+
+def number(name: str, default: int, text: str, *, most: int | None = None) -> Callable[[_Command], _Command]:
+    """Add an option with a number from 1 to `most`."""
+    return click.option(name, type=click.IntRange(1, most), default=default, show_default=True, help=text)
+
+
+project = setting(
+    "project", "--project", metavar="NAME", help="Project, and name of its state folder.  [default: default]"
 )
-proxy_url = click.option("--proxy", metavar="URL", help="Proxy to use.  [default: the running project's]")
-tasks = click.option("--tasks", metavar="SOURCE", help="Task set: an imported name, a folder, a file or a hub name.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+store_url = setting("store", "--store", metavar="URL", help="Store: a database URL or an SQLite path.")
+alias = setting(
+    "model", "--model", metavar="NAME", help="Agent, by the name that it sends as `model`.  [default: the only one]"
+)
+only_agent = click.option("--model", metavar="NAME", help="Only this agent.  [default: all]")
+proxy_url = setting("tuner.proxy_url", "--proxy", metavar="URL", help="Proxy to use.  [default: the running project's]")
+tasks = setting(
+    "tuner.tasks", "--tasks", metavar="SOURCE", help="Task set: an imported name, a folder, a file or a hub name."
+)
 split = click.option("--split", metavar="NAME", help="Split of the task set.")
-test_size = click.option(
+test_size = setting(
+    "tuner.test_size",
     "--test-size",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     help="Share of the tasks to hold out as test split, if the task set has only one split.",
 )
-workflow = click.option(
-    "--workflow", metavar="SPEC", help="Agent: module:function, file.py:function, or 'python my_agent.py'."
-)
-attempts = click.option("--attempts", type=click.IntRange(min=1), help="Rollouts per task and candidate.")
-concurrency = click.option("--concurrency", type=click.IntRange(1, 1024), help="Concurrent rollouts.")
-seed = click.option("--seed", type=click.IntRange(min=0), help="Random seed.")
-base_model = click.option("--base-model", metavar="PATH", help="Base model: a folder or a hub name.")
+workflow = setting(
+    "tuner.workflow", "--workflow", metavar="SPEC",
+    help="Agent: module:function, file.py:function, or 'python my_agent.py'.",
+)  # fmt: skip
+attempts = setting("tuner.attempts", "--attempts", type=click.IntRange(min=1), help="Rollouts per task and candidate.")
+concurrency = setting("tuner.concurrency", "--concurrency", type=click.IntRange(1, 1024), help="Concurrent rollouts.")
+seed = setting("tuner.seed", "--seed", type=click.IntRange(min=0), help="Random seed.")
+base_model = setting("base_model", "--base-model", metavar="PATH", help="Base model: a folder or a hub name.")
 
 
 def read_judge(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
@@ -94,59 +122,59 @@ def read_judge(context: click.Context, parameter: click.Parameter, value: str | 
         raise click.BadParameter(f"{value}: {' '.join(str(error).split())}") from error
 
 
-judge = click.option(
+judge = setting(
+    "trainer.judge",
     "--judge",
     metavar="JUDGE",
     callback=read_judge,
     help="Judge of trajectories: module:function, or a YAML file (docs/judges.md).  [default: the project's]",
 )
 
-_TRAJECTORY_FILTERS = (
-    click.option("--state", type=click.Choice(_STATES), help="Only trajectories in this state."),
-    click.option("--model", "alias", metavar="NAME", help="Only trajectories of this agent."),
-    click.option("--version", type=int, help="Only trajectories of this policy version."),
-    click.option("--task", help="Only trajectories of this task key."),
-    click.option("--key", metavar="ID", help="Only trajectories of the API key with this id."),
-    click.option("--tag", help="Only trajectories with this tag."),
-    click.option(
-        "--since", type=Timestamp(), metavar="TIME", help="Only trajectories opened at this time or later: 2026-11-21."
-    ),
-    click.option("--until", type=Timestamp(), metavar="TIME", help="Only trajectories opened before this time."),
-    click.option("--round", metavar="ID", help="Only trajectories trained by this round."),
-    click.option("--role", help="Only trajectories with a call of this role."),
-    click.option(
-        "--min-score", type=float, metavar="SCORE", help="Only trajectories with a latest score of at least this."
-    ),
-    click.option(
-        "--max-score", type=float, metavar="SCORE", help="Only trajectories with a latest score of at most this."
-    ),
-    click.option("--tool", metavar="NAME", help="Only trajectories with a call of this tool."),
-    click.option(
-        "--outcome", type=click.Choice(_OUTCOMES), help="Only trajectories with a tool call of this outcome or result."
-    ),
-)
+_TRAJECTORY_FILTERS: dict[str, dict[str, Any]] = {
+    "--state": {"type": click.Choice(_STATES), "help": "in this state."},
+    "--model": {"metavar": "NAME", "help": "of this agent."},
+    "--version": {"type": int, "help": "of this policy version."},
+    "--task": {"help": "of this task key."},
+    "--key": {"metavar": "ID", "help": "of the API key with this id."},
+    "--tag": {"help": "with this tag."},
+    "--since": {"type": Timestamp(), "metavar": "TIME", "help": "opened at this time or later: 2026-11-21."},
+    "--until": {"type": Timestamp(), "metavar": "TIME", "help": "opened before this time."},
+    "--round": {"metavar": "ID", "help": "trained by this round."},
+    "--role": {"help": "with a call of this role."},
+    "--min-score": {"type": float, "metavar": "SCORE", "help": "with a latest score of at least this."},
+    "--max-score": {"type": float, "metavar": "SCORE", "help": "with a latest score of at most this."},
+    "--tool": {"metavar": "NAME", "help": "with a call of this tool."},
+    "--outcome": {"type": click.Choice(_OUTCOMES), "help": "with a tool call of this outcome or result."},
+}
 
 
 def trajectory_filters(command: _Command) -> _Command:
     """Add the options of a TrajectoryFilter to a command, under the names of its fields."""
-    for option in reversed(_TRAJECTORY_FILTERS):
-        command = option(command)
+    for name, given in reversed(_TRAJECTORY_FILTERS.items()):
+        named = given | {"help": f"Only trajectories {given['help']}"}
+        command = click.option(name, *(("alias",) if name == "--model" else ()), **named)(command)
     return command
 
 
-def read_settings(context: click.Context, values: dict[str, Any]) -> Settings:
-    """Load the settings; `values` maps key paths such as `proxy.port` to options. None is not set.
+def read_settings(context: click.Context, values: Mapping[str, Any] | None = None) -> Settings:
+    """Load the settings, with the command's options that are settings, or `values` of key paths such as `proxy.port`.
 
-    Raises SettingsError, which names the option.
+    A value of None is not set. Raises SettingsError, which names the option.
     """
     from ratchet.settings.load_settings import load
 
-    names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    names = {getattr(one, "key", one.name): one.opts[0] for one in context.command.params}
+    values = _given(context) if values is None else values
     options = {
-        tuple(key.split(".")): (names.get(key.rpartition(".")[2], f"option for {key}"), value)
+        tuple(key.split(".")): (names.get(key) or names.get(key.rpartition(".")[2], f"option for {key}"), value)
         for key, value in values.items()
     }
     return load(context.obj, options)
+
+
+def _given(context: click.Context) -> dict[str, Any]:
+    """Return the values of the command's options that are settings, by their keys."""
+    return {one.key: context.params[one.name or ""] for one in context.command.params if isinstance(one, Setting)}
 
 
 def settings_file(context: click.Context) -> Path | None:
@@ -157,23 +185,67 @@ def settings_file(context: click.Context) -> Path | None:
     return given or (Path(CONFIG_FILE) if Path(CONFIG_FILE).is_file() else None)
 
 
-def read_project_settings(context: click.Context, values: dict[str, Any]) -> Settings:
+def read_project_settings(context: click.Context, values: Mapping[str, Any] | None = None) -> Settings:
     """Load the settings with agents and store of the project's current or last run; options win.
 
     Raises SettingsError.
     """
     from ratchet.settings.load_settings import with_last_run
 
+    values = _given(context) if values is None else values
     given = {key for key, value in values.items() if value is not None}
     return with_last_run(read_settings(context, values), given)
 
 
-def read_agent_settings(context: click.Context, values: dict[str, Any]) -> Settings:
+def read_agent_settings(context: click.Context, values: Mapping[str, Any] | None = None) -> Settings:
     """Load the settings of one agent as `read_project_settings` does: `model` names it, else it is the only one.
 
     Raises SettingsError.
     """
     return one_agent(read_project_settings(context, values))
+
+
+def with_settings(read: Callable[[click.Context], Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Pass the settings that `read` returns to a command, in place of its options that are settings."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        @click.pass_context
+        def run(context: click.Context, /, **given: Any) -> Any:
+            return command(read(context), **_others(context, given))
+
+        return run
+
+    return decorate
+
+
+def with_project(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command --store and --project; pass it settings and store of the project's current or last run."""
+
+    @functools.wraps(command)
+    @click.pass_context
+    def run(context: click.Context, /, **given: Any) -> Any:
+        settings = read_project_settings(context)
+        with open_store_for_command(settings.store_url) as store:
+            return command(settings, store, **_others(context, given))
+
+    return store_url(project(run))
+
+
+def with_store(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command --store and --project; pass it the store of the project's current or last run."""
+
+    @functools.wraps(command)
+    def run(_settings: Settings, store: Store, **given: Any) -> Any:
+        return command(store, **given)
+
+    return with_project(run)
+
+
+def _others(context: click.Context, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are neither settings nor --json, which `output.show` reads."""
+    read = {"as_json", *(one.name for one in context.command.params if isinstance(one, Setting))}
+    return {name: value for name, value in given.items() if name not in read}
 
 
 def one_agent(settings: Settings) -> Settings:
@@ -212,28 +284,16 @@ def held_out_share(settings: Settings) -> float:
     return float(share or 0.0)
 
 
-@contextmanager
-def open_store_for_command(url: str, *, create: bool = False) -> Iterator[Store]:
+def open_store_for_command(url: str, *, create: bool = False) -> closing[Store]:
     """Open a store for one command; create it only for a command that may be the first to write to it."""
     from ratchet.store.store import open_store
 
-    opened = open_store(url, create=create)
-    try:
-        yield opened
-    finally:
-        opened.close()
+    return closing(open_store(url, create=create))
 
 
-def open_project_store(context: click.Context, **options: Any) -> AbstractContextManager[Store]:
+def open_project_store(context: click.Context, **options: Any) -> closing[Store]:
     """Open the store of the project's current or last run, which exists; options win. Raises SettingsError."""
     return open_store_for_command(read_project_settings(context, options).store_url)
-
-
-def print_json(content: Any) -> None:
-    """Print data as JSON."""
-    import json
-
-    click.echo(json.dumps(content, indent=2, default=str))
 
 
 def current_user() -> str:

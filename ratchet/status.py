@@ -15,8 +15,7 @@ import msgspec
 
 from ratchet import __version__, options
 from ratchet.errors import CliError
-from ratchet.output.files import pyplot
-from ratchet.output.terminal import strip_control_characters
+from ratchet.output import pyplot, strip_control_characters
 from ratchet.settings.project_settings import Settings
 from ratchet.settings.state_folder import SERVICES, StateFolder
 from ratchet.store.reasons import UNTRAINED, drop_meaning

@@ -12,7 +12,7 @@ from ratchet.api.arguments import Arguments, read_arguments
 from ratchet.api.event_loop import run_to_end
 from ratchet.api.runs import start
 from ratchet.errors import RunCancelled
-from ratchet.output.terminal import print_note
+from ratchet.output import print_note
 from ratchet.settings.project_settings import Settings
 from ratchet.supervisor.up import ProjectServices, attach_or_start
 from ratchet.tuner.rollouts.trajectory_groups import TrajectoryGroup

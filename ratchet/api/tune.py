@@ -15,7 +15,7 @@ from ratchet.api.event_loop import run_to_end
 from ratchet.api.families import Families, Family, read_families
 from ratchet.api.runs import TuningRun, start
 from ratchet.errors import InvalidArgument
-from ratchet.output.terminal import print_note
+from ratchet.output import print_note
 from ratchet.settings.project_settings import Settings
 from ratchet.supervisor.up import attach_or_start, read_run_state
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge

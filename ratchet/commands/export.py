@@ -1,24 +1,32 @@
-"""`ratchet store export`: trajectories as files for other tools, streamed one at a time."""
+"""`ratchet store export`: trajectories as JSON Lines or Parquet for other tools, streamed, complete or not at all."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ratchet import options
-from ratchet.options import trajectory_filters
+from ratchet.errors import CliError
+from ratchet.output import progress_bars
+from ratchet.store.install_hint import install_hint
 
 if TYPE_CHECKING:
+    from ratchet.settings.project_settings import Settings
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
     from ratchet.store.store import Store
     from ratchet.trainer.rows.trajectory_export import Exported
 
 _PAGE = 100
+_BATCH = 64  # trajectories in one row group
 
 
 @click.command()
@@ -30,13 +38,9 @@ _PAGE = 100
     help="One trajectory per line or row, or one training row per line in TRL's columns.  [default: jsonl]",
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Output file.  [default: standard output]")
-@trajectory_filters
-@options.store_url
-@options.project
-@click.pass_context
-def export(
-    context: click.Context, /, shape: str, out: Path | None, store: str | None, project: str | None, **filters: Any
-) -> None:
+@options.trajectory_filters
+@options.with_project
+def export(settings: Settings, store: Store, shape: str, out: Path | None, **filters: Any) -> None:
     """Export trajectories that match every option, newest first, with the engine's token ids, masks and logprobs.
 
     Training rows (trl) come from live traffic and resamples only: evaluations and held-out tasks are skipped.
@@ -45,22 +49,21 @@ def export(
     Example:
       ratchet store export --format parquet --state trained --out trained.parquet
     """
-    from ratchet.output.files import write_lines, write_parquet
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
     from ratchet.trainer.rows.trajectory_export import training_records, trajectory_record
 
     if shape == "parquet" and out is None:
         raise click.UsageError("Parquet needs a file: give --out FILE")
-    settings = options.read_project_settings(context, {"store": store, "project": project})
-    with options.open_store_for_command(settings.store_url) as opened:
-        if not opened.trajectories.page(1, chosen=TrajectoryFilter(**filters)):
-            options.check_listed_alias(opened, filters["alias"])
-        found = _chosen(opened, TrajectoryFilter(**filters))
-        records: Iterable[dict[str, Any]] = map(trajectory_record, found)
-        if shape == "trl":
-            held_out = options.held_out_share(settings)
-            records = (row for one in _trainable(found, held_out) for row in training_records(one, held_out))
-        count = write_parquet(records, out) if shape == "parquet" and out else write_lines(records, out)
+    chosen = TrajectoryFilter(**filters)
+    if not store.trajectories.page(1, chosen=chosen):
+        options.check_listed_alias(store, filters["alias"])
+    found = _chosen(store, chosen)
+    records: Iterable[dict[str, Any]] = map(trajectory_record, found)
+    if shape == "trl":
+        held_out = options.held_out_share(settings)
+        records = (row for one in _trainable(found, held_out) for row in training_records(one, held_out))
+    with _whole_file(out) as file:
+        count = (_write_parquet if shape == "parquet" else _write_lines)(records, file)
     click.echo(f"{count} {'training rows' if shape == 'trl' else 'trajectories'}: {out or 'standard output'}", err=True)
 
 
@@ -80,7 +83,6 @@ def _trainable(found: Iterable[Exported], held_out: float) -> Iterator[Exported]
 
 def _chosen(store: Store, chosen: TrajectoryFilter) -> Iterator[Exported]:
     """Yield the chosen trajectories one at a time, except those deleted meanwhile."""
-    from ratchet.output.terminal import progress_bars
     from ratchet.store.errors import RecordNotFound
     from ratchet.trainer.rows.trajectory_export import Exported
 
@@ -107,8 +109,85 @@ def _advantages(store: Store, group_id: str) -> dict[str, float]:
     from ratchet.trainer.controller.advantages import group_advantages
 
     members = store.groups.get(group_id).members
-    verdicts = store.groups.verdicts(members)
-    if len(members) < 2 or any(name not in verdicts for name in members):
+    scores = store.groups.scores(members)
+    if len(members) < 2 or any(name not in scores for name in members):
         return {}
-    scores = [verdicts[name].score or 0.0 for name in members]
-    return dict(zip(members, group_advantages(scores), strict=True))
+    return dict(zip(members, group_advantages([scores[name] for name in members]), strict=True))
+
+
+@contextmanager
+def _whole_file(out: Path | None) -> Iterator[Any]:
+    """Open a file that gets its name when the block succeeds; None: standard output. Raises CliError."""
+    if out is None:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        file = temporary.open("wb")
+    except OSError as error:
+        raise CliError(f"--out {out}: {error.strerror}: name a file in an existing folder") from error
+    try:
+        with file:
+            yield file
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_lines(records: Iterable[dict[str, Any]], file: Any) -> int:
+    """Write one JSON object per line; return the count."""
+    import msgspec
+
+    count = 0
+    for record in records:
+        file.write(msgspec.json.encode(record) + b"\n")
+        count += 1
+    return count
+
+
+def _write_parquet(records: Iterable[dict[str, Any]], file: Any) -> int:
+    """Write row groups; return the number of rows. Raises CliError if pyarrow is missing."""
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise CliError(f"--format parquet needs pyarrow: {install_hint('export')}") from error
+    schema, count, remaining = _schema(arrow), 0, iter(records)
+    with parquet.ParquetWriter(file, schema) as writer:
+        while batch := list(islice(remaining, _BATCH)):
+            writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
+            count += len(batch)
+    return count
+
+
+def _schema(arrow: Any) -> Any:
+    """Return the columns of `trajectory_export.trajectory_record`."""
+    text, number, whole = arrow.string(), arrow.float64(), arrow.int64()
+    ids, logprobs = arrow.list_(arrow.int32()), arrow.list_(arrow.float32())
+
+    def struct(**fields: Any) -> Any:
+        return arrow.struct(list(fields.items()))
+
+    tool_call = struct(id=text, type=text, function=struct(name=text, arguments=text))
+    message = struct(
+        role=text, content=text, reasoning_content=text, name=text, tool_call_id=text,
+        tool_calls=arrow.list_(tool_call),
+    )  # fmt: skip
+    row = struct(
+        input_ids=ids, mask=arrow.list_(arrow.int8()), logprobs=logprobs, temperature=number, importance=arrow.bool_()
+    )
+    answer = struct(index=whole, finish_reason=text, token_ids=ids, logprobs=logprobs)
+    call = struct(
+        id=text, state=text, dialect=text, linked_by=text, parent_call=text, parent_choice=whole, context=text,
+        sampling=text, untrainable=text, started_at=number, ended_at=number, prompt_ids=ids,
+        answers=arrow.list_(answer),
+    )  # fmt: skip
+    columns = {
+        "id": text, "alias": text, "version": whole, "state": text, "purpose": text, "task": text,
+        "group_id": text, "round_id": text, "drop_reason": text, "opened_at": number, "last_active_at": number,
+        "score": number, "advantage": number, "judge": text, "judge_version": text, "explanation": text,
+        "messages": arrow.list_(message), "tools": text, "messages_json": text, "rows": arrow.list_(row),
+        "untrained": text, "calls": arrow.list_(call),
+    }  # fmt: skip
+    return arrow.schema(list(columns.items()))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.commands.feedback import line as feedback_line
+from ratchet.commands.feedback import feedback_line
 from ratchet.commands.judge_response import print_judgement
-from ratchet.output.terminal import strip_control_characters
+from ratchet.output import strip_control_characters
 from ratchet.tuning.context import judge_of
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ def _calibration_lines(judge_name: str, truth_name: str, found: Calibration) -> 
 
 def _with_progress(groups: Sequence[Group]) -> Iterator[Group]:
     """Yield the groups, with a progress bar on stderr."""
-    from ratchet.output.terminal import progress_bars
+    from ratchet.output import progress_bars
 
     with progress_bars() as report_progress:
         for group in groups:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ratchet import options
-from ratchet.output.terminal import strip_control_characters
+from ratchet.output import strip_control_characters
 
 
 def print_judgement(judge: Any, task: str | None, response: str, *, as_json: bool) -> None:

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from ratchet import options
-from ratchet.commands.policies_export import export
-from ratchet.commands.policies_fork import fork
-from ratchet.commands.policies_import import import_
-from ratchet.output.terminal import strip_control_characters
+from ratchet.output import format_time, plain, show, strip_control_characters
 
 if TYPE_CHECKING:
+    from ratchet.settings.project_settings import Settings
     from ratchet.store.records import Decision, Policy, Prompt
+    from ratchet.store.store import Store
+    from ratchet.trainer.adapters.adapter_store import AdapterStore
+    from ratchet.trainer.release.candidates import ForkTarget
 
-_NAMED = click.argument("alias", metavar="NAME[@VERSION]")
-_VERSION = click.argument("version", type=int, required=False)
 _BY_HAND = click.option("--reason", required=True, help="Reason, recorded with the decision.")
+_NAMED = re.compile(r"(?P<alias>[^@/\s]+)@(?P<version>\d+)")
+_CARD = "readme"  # name of the plug-in's entry point
+_FOLDER = click.Path(path_type=Path)
 
 
-def _decision(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the arguments and options of a person's decision about a version."""
-    for add in (click.pass_context, options.project, options.store_url, _BY_HAND, _VERSION, _NAMED):
-        command = add(command)
-    return command
+def _of_version(command: Callable[..., None]) -> Callable[..., None]:
+    """Pass store, agent and version to a command that is given NAME@VERSION, NAME VERSION or NAME."""
+
+    @functools.wraps(command)
+    def run(store: Store, alias: str, version: int | None, **given: Any) -> None:
+        name, _, number = alias.rpartition("@")
+        if version is None and name and number.isdecimal():
+            alias, version = name, int(number)
+        options.check_alias(store, alias)
+        command(store, alias, version, **given)
+
+    arguments = click.argument("version", type=int, required=False)(options.with_store(run))
+    return click.argument("alias", metavar="NAME[@VERSION]")(arguments)
 
 
 @click.group()
@@ -39,53 +52,44 @@ def policies() -> None:
 
 
 @policies.command("list")
-@options.alias
-@options.store_url
-@options.project
+@options.only_agent
 @options.as_json
-@click.pass_context
-def list_policies(
-    context: click.Context, model: str | None, store: str | None, project: str | None, as_json: bool
-) -> None:
+@options.with_store
+def list_policies(store: Store, model: str | None) -> None:
     """List every version: state, adapter, prompt, and its newest decision.
 
     \b
     Example:
       ratchet policies list --model mail --json
     """
-    with options.open_project_store(context, store=store, project=project) as opened:
-        options.check_alias(opened, model)
-        found, decided = opened.policies.all(model), opened.decisions.latest(model)
-        learnt = {(one.alias, one.version) for one in opened.deletions.versions_with_deleted_data()}
-    if as_json:
-        options.print_json(
-            [
-                _plain(one)
-                | _last_decision(decided.get((one.alias, one.version)))
-                | {"trained_on_deleted": (one.alias, one.version) in learnt}
-                for one in found
-            ]
-        )
-        return
-    for policy in found:
-        deleted = "  (trained on deleted trajectories)" if (policy.alias, policy.version) in learnt else ""
-        click.echo(_line(policy) + deleted)
-        if decision := decided.get((policy.alias, policy.version)):
-            click.echo(f"    {_decided(decision)}")
-    if not found:
-        click.echo("no versions yet: nothing has run on this store")
+    options.check_alias(store, model)
+    decided = store.decisions.latest(model)
+    learnt = {(one.alias, one.version) for one in store.deletions.versions_with_deleted_data()}
+    found = [
+        (one, decided.get((one.alias, one.version)), (one.alias, one.version) in learnt)
+        for one in store.policies.all(model)
+    ]
+    show(
+        [plain(one, decision=decision, trained_on_deleted=deleted) for one, decision, deleted in found],
+        (line for one in found for line in _policy_lines(*one)),
+        empty="no versions yet: nothing has run on this store",
+    )
 
 
-@policies.command()
-@_NAMED
-@_VERSION
-@options.store_url
-@options.project
+def _policy_lines(policy: Policy, decision: Decision | None, deleted: bool) -> Iterator[str]:
+    share = f" {policy.share:.0%}" if policy.share else " pinned" if policy.pinned_at else ""
+    where = "pruned" if policy.pruned_at else policy.adapter or "base model"
+    where = f"{where}  prompt {policy.prompt_id}" if policy.prompt_id else where
+    line = f"{policy.alias}@{policy.version}  {f'{policy.state}{share}':<11}  {format_time(policy.created_at)}  {where}"
+    yield f"{line}  (trained on deleted trajectories)" if deleted else line
+    if decision:
+        yield f"    {_decided(decision)}"
+
+
+@policies.command("show")
 @options.as_json
-@click.pass_context
-def show(
-    context: click.Context, alias: str, version: int | None, store: str | None, project: str | None, as_json: bool
-) -> None:
+@_of_version
+def show_(store: Store, alias: str, version: int | None) -> None:
     """Show the decisions about a model or one version, newest first, with their evidence.
 
     Prompts of versions are printed first.
@@ -97,57 +101,28 @@ def show(
     from ratchet.status import format_ramp
     from ratchet.store.reports.version_reports import describe_release, read_ramp_scores, read_release
 
-    alias, version = _named(alias, version)
-    with options.open_project_store(context, store=store, project=project) as opened:
-        options.check_alias(opened, alias)
-        versions = opened.policies.all(alias) if version is None else [opened.policies.get(alias, version)]
-        prompts = {one.version: opened.prompts.get(one.prompt_id) for one in versions if one.prompt_id}
-        decisions = opened.decisions.decisions_of(alias, version)
-        scores, release = read_ramp_scores(opened, alias), read_release(opened, alias)
-    if as_json:
-        prompt_records = {str(number): _plain(prompt) for number, prompt in prompts.items()}
-        options.print_json(
-            {
-                "decisions": [_plain(decision) for decision in decisions],
-                "release": release,
-                "ramp": scores,
-                "prompts": prompt_records,
-            }
-        )
-        return
-    for number, prompt in prompts.items():
-        click.echo("\n".join(_prompt_lines(prompt, f"{alias}@{number}")))
-    for line in describe_release(release) if release and version is None else ():
-        click.echo(line)
+    versions = store.policies.all(alias) if version is None else [store.policies.get(alias, version)]
+    prompts = {str(one.version): store.prompts.get(one.prompt_id) for one in versions if one.prompt_id}
+    decisions = store.decisions.decisions_of(alias, version)
+    scores, release = read_ramp_scores(store, alias), read_release(store, alias)
+    lines = [line for number, prompt in prompts.items() for line in _prompt_lines(prompt, f"{alias}@{number}")]
+    lines += describe_release(release) if release and version is None else ()
     if scores:
-        click.echo(f"ramp {alias}{format_ramp(scores)}")
+        lines.append(f"ramp {alias}{format_ramp(scores)}")
     for decision in decisions:
-        click.echo(f"{alias}@{decision.version}  {_decided(decision)}")
+        lines.append(f"{alias}@{decision.version}  {_decided(decision)}")
         for name, value in _leaves(decision.evidence):
-            click.echo(f"    {name}: {value:g}" if isinstance(value, float) else f"    {name}: {value}")
+            lines.append(f"    {name}: {value:g}" if isinstance(value, float) else f"    {name}: {value}")
     if not decisions:
-        name = alias if version is None else f"{alias}@{version}"
-        click.echo(f"no decision about {name} yet")
+        lines.append(f"no decision about {alias if version is None else f'{alias}@{version}'} yet")
+    show({"decisions": decisions, "release": release, "ramp": scores, "prompts": prompts}, lines)
 
 
 @policies.command()
-@_NAMED
-@_VERSION
 @_BY_HAND
 @click.option("--rejected", is_flag=True, help="Allow a version that was rejected.")
-@options.store_url
-@options.project
-@click.pass_context
-def promote(
-    context: click.Context,
-    /,
-    alias: str,
-    version: int | None,
-    reason: str,
-    rejected: bool,
-    store: str | None,
-    project: str | None,
-) -> None:
+@_of_version
+def promote(store: Store, alias: str, version: int | None, reason: str, rejected: bool) -> None:
     """Make a version live: the named one, else the one in its ramp, else the one that awaits approval.
 
     Proxies follow within a second. A version that was rejected needs --rejected; one that is unproven is promoted with
@@ -158,17 +133,12 @@ def promote(
       ratchet policies promote mail --reason "read fifty answers, the gain is real"
     """
     from ratchet.store.states import PolicyAction
-    from ratchet.trainer.adapters.adapter_store import AdapterStore
 
-    alias, version = _named(alias, version)
-    settings = options.read_project_settings(context, {"store": store, "project": project})
-    adapters = AdapterStore(settings.state.adapter_cache, settings.adapters.max_cache_bytes)
-    with options.open_store_for_command(settings.store_url) as opened:
-        options.check_alias(opened, alias)
-        done = opened.policies.promote_manually(
-            alias, version, by=options.current_user(), reason=reason, rejected=rejected, verify=adapters.verify
-        )
-        before = opened.decisions.decisions_of(alias, done.version)[1:2]  # the one before this promotion
+    adapters = _adapters(options.read_project_settings(click.get_current_context()))
+    done = store.policies.promote_manually(
+        alias, version, by=options.current_user(), reason=reason, rejected=rejected, verify=adapters.verify
+    )
+    before = store.decisions.decisions_of(alias, done.version)[1:2]  # the one before this promotion
     click.echo(f"{done.alias}@{done.version} is live")
     if before and before[0].action is PolicyAction.UNPROVEN:
         click.echo(f"warning: {done.alias}@{done.version} was unproven: {before[0].reason}", err=True)
@@ -177,25 +147,11 @@ def promote(
 
 
 @policies.command()
-@_NAMED
-@_VERSION
 @_BY_HAND
 @click.option("--to-anchor", is_flag=True, help="Go back to the anchor: the last version that was shown to be better.")
 @click.option("--now", is_flag=True, help="Open trajectories of the rejected versions go on with the live one.")
-@options.store_url
-@options.project
-@click.pass_context
-def rollback(
-    context: click.Context,
-    /,
-    alias: str,
-    version: int | None,
-    reason: str,
-    to_anchor: bool,
-    now: bool,
-    store: str | None,
-    project: str | None,
-) -> None:
+@_of_version
+def rollback(store: Store, alias: str, version: int | None, reason: str, to_anchor: bool, now: bool) -> None:
     """Roll back to a version and reject every later one; training continues from there.
 
     Without a version, it rejects the version in its ramp or the one that awaits approval, else it restores the
@@ -207,26 +163,21 @@ def rollback(
       ratchet policies rollback mail 6 --reason "version 7 is rude"
       ratchet policies rollback mail --now --reason "it deletes mails"
     """
-    alias, version = _named(alias, version)
-    with options.open_project_store(context, store=store, project=project) as opened:
-        options.check_alias(opened, alias)
-        if to_anchor:
-            if version is not None:
-                raise click.UsageError("--to-anchor names the version: leave out the other one")
-            anchor = opened.policies.serving_of(alias).anchor
-            version = anchor.version if anchor else None
-        rejected = opened.policies.roll_back_manually(alias, version, by=options.current_user(), reason=reason, now=now)
-        live = opened.policies.live()[alias]
+    if to_anchor:
+        if version is not None:
+            raise click.UsageError("--to-anchor names the version: leave out the other one")
+        anchor = store.policies.serving_of(alias).anchor
+        version = anchor.version if anchor else None
+    rejected = store.policies.roll_back_manually(alias, version, by=options.current_user(), reason=reason, now=now)
     names = ", ".join(f"{policy.alias}@{policy.version}" for policy in rejected) or "nothing more"
     moved = "; open trajectories go on with it" if now else ""
-    click.echo(f"{alias}@{live.version} is live; rejected: {names}{moved}")
+    click.echo(f"{alias}@{store.policies.live()[alias].version} is live; rejected: {names}{moved}")
 
 
 @policies.command()
-@_decision
-def hold(
-    context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
-) -> None:
+@_BY_HAND
+@_of_version
+def hold(store: Store, alias: str, version: int | None, reason: str) -> None:
     """Hold a version: only a person promotes it. It is still rolled back if it is shown to be worse.
 
     Without a version, it is the one in its ramp, else the newest candidate.
@@ -235,18 +186,14 @@ def hold(
     Example:
       ratchet policies hold mail --reason "until legal has read its answers"
     """
-    alias, version = _named(alias, version)
-    with options.open_project_store(context, store=store, project=project) as opened:
-        options.check_alias(opened, alias)
-        held = opened.policies.hold_manually(alias, version, by=options.current_user(), reason=reason)
+    held = store.policies.hold_manually(alias, version, by=options.current_user(), reason=reason)
     click.echo(f"{held.alias}@{held.version} ({held.state}) is held: promote it or roll it back")
 
 
 @policies.command()
-@_decision
-def pin(
-    context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
-) -> None:
+@_BY_HAND
+@_of_version
+def pin(store: Store, alias: str, version: int | None, reason: str) -> None:
     """Pin the live version: it serves all new trajectories, and nothing is released until `unpin`.
 
     Ramp and holdback end. Training goes on. Nothing is rolled back, not even by `rollback`.
@@ -255,78 +202,169 @@ def pin(
     Example:
       ratchet policies pin mail --reason "audit this week"
     """
-    alias, version = _named(alias, version)
-    with options.open_project_store(context, store=store, project=project) as opened:
-        options.check_alias(opened, alias)
-        pinned = opened.policies.pin_manually(alias, version, by=options.current_user(), reason=reason)
+    pinned = store.policies.pin_manually(alias, version, by=options.current_user(), reason=reason)
     click.echo(f"{pinned.alias}@{pinned.version} is pinned")
 
 
 @policies.command()
-@_decision
-def unpin(
-    context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
-) -> None:
+@_BY_HAND
+@_of_version
+def unpin(store: Store, alias: str, version: int | None, reason: str) -> None:
     """Unpin the live version: newer versions are released again.
 
     \b
     Example:
       ratchet policies unpin mail --reason "the audit is done"
     """
-    alias, version = _named(alias, version)
-    with options.open_project_store(context, store=store, project=project) as opened:
-        options.check_alias(opened, alias)
-        released = opened.policies.unpin(alias, version, by=options.current_user(), reason=reason)
+    released = store.policies.unpin(alias, version, by=options.current_user(), reason=reason)
     click.echo(f"{released.alias}@{released.version} is not pinned any more")
 
 
-policies.add_command(export)
-policies.add_command(fork)
-policies.add_command(import_)
+@policies.command()
+@click.argument("policy", metavar="NAME[@VERSION] [VERSION]", nargs=-1, required=True)
+@click.option("--merged", type=_FOLDER, metavar="DIR", help="Write the merged model into a new folder.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32"]),
+    default="auto",
+    help="Data type of the merged model: the base model's, or float32, which does not round.  [default: auto]",
+)
+@click.option("--adapter", type=_FOLDER, metavar="DIR", help="Copy the adapter into a new folder.")
+@options.base_model
+@options.with_project
+def export(
+    settings: Settings, store: Store, policy: Sequence[str], merged: Path | None, adapter: Path | None,
+    dtype: Literal["auto", "float32"],
+) -> None:  # fmt: skip
+    """Export a version in Hugging Face's format.
+
+    The plug-in model-card adds a card with the training data, the judge, the decisions and the gain with its interval.
+
+    \b
+    Example:
+      ratchet policies export mail@7 --merged mail-7
+    """
+    from ratchet.status import versions
+    from ratchet.supervisor.vllm_command import check_model
+    from ratchet.trainer.learner.merged_model import export_adapter, export_merged
+    from ratchet.trainer.user_code.plugins import MODEL_CARDS, load_plugin, missing_plugin_remedy, plugin_names
+
+    if (folder := merged or adapter) is None or (merged and adapter):
+        raise click.UsageError("give one of --merged DIR, for a whole model, and --adapter DIR, for the adapter alone")
+    if folder.exists():
+        raise click.UsageError(f"{folder} already exists: name a new folder")
+    base = check_model(settings.base_model)
+    name = "@".join(policy)  # `mail 7`, which the other commands accept, is mail@7
+    found = _exportable(store, name)
+    source = _adapters(settings).fetch(found.adapter or "", state=False)
+    card, with_card = None, f"without a model card ({missing_plugin_remedy(MODEL_CARDS, _CARD)})"
+    if _CARD in plugin_names(MODEL_CARDS):
+        card = load_plugin(MODEL_CARDS, _CARD)(store, found, base, versions(), source, merged=merged is not None)
+        with_card = f"with its card in {folder / 'README.md'}"
+    if merged:
+        export_merged(base, source, folder, card, dtype)
+    else:
+        export_adapter(source, folder, card)
+    click.echo(f"{name}: {folder}, {with_card}")
 
 
-def _named(alias: str, version: int | None) -> tuple[str, int | None]:
-    """Return alias and version of `mail 7`, `mail@7` or `mail`."""
-    name, _, number = alias.rpartition("@")
-    return (name, int(number)) if version is None and name and number.isdecimal() else (alias, version)
+def _exportable(store: Store, name: str) -> Policy:
+    """Return the version, which has an adapter."""
+    policy = _version(store, name, "NAME@VERSION or NAME VERSION")
+    if policy.adapter is None:
+        prompt = f" with the system prompt {policy.prompt_id}" if policy.prompt_id else ""
+        raise click.UsageError(f"{name} has no adapter: it is the base model{prompt or ' as it is'}")
+    if policy.pruned_at is not None:
+        raise click.UsageError(f"{name} was pruned: its folder was deleted (trainer.keep_checkpoints)")
+    return policy
 
 
-def _line(policy: Policy) -> str:
-    share = f" {policy.share:.0%}" if policy.share else " pinned" if policy.pinned_at else ""
-    where = "pruned" if policy.pruned_at else policy.adapter or "base model"
-    where = f"{where}  prompt {policy.prompt_id}" if policy.prompt_id else where
-    return f"{policy.alias}@{policy.version}  {f'{policy.state}{share}':<11}  {_when(policy.created_at)}  {where}"
+def _version(store: Store, name: str, form: str = "NAME@VERSION") -> Policy:
+    """Return a named version. Raises UsageError, RecordNotFound."""
+    named = _NAMED.fullmatch(name)
+    if named is None:
+        raise click.UsageError(f"{name!r} is not a version: give {form}, such as mail@7")
+    options.check_alias(store, named["alias"])
+    return store.policies.get(named["alias"], int(named["version"]))
+
+
+@policies.command()
+@click.argument("source", metavar="NAME@VERSION")
+@click.argument("target", metavar="AGENT")
+@options.with_project
+def fork(settings: Settings, store: Store, source: str, target: str) -> None:
+    """Copy a version (adapter and optimizer state) into another agent as its candidate.
+
+    The agent's trainer proves and releases it like any candidate, with the agent's own prompt, and trains on from it.
+    The agent must have no undecided version. If the optimizer state was pruned, training starts with a new optimizer.
+
+    \b
+    Example:
+      ratchet policies fork mail@7 support
+    """
+    from ratchet.trainer.release.candidates import fork as copy_version
+
+    policy = _version(store, source)
+    options.check_alias(store, target)
+    made = copy_version(store, _adapters(settings), policy, _target(settings, target), by=options.current_user())
+    click.echo(f"{target}@{made.candidate.version} is a candidate: a copy of {source}")
+    if not made.with_state:
+        click.echo(
+            f"{source} has no learner's state any more (trainer.keep_optimizer_states): the optimizer of {target} "
+            "starts over"
+        )
+
+
+@policies.command("import")
+@click.argument("adapter", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("agent", metavar="AGENT")
+@options.with_project
+def import_(settings: Settings, store: Store, adapter: Path, agent: str) -> None:
+    """Copy a PEFT adapter that was trained elsewhere into an agent as its candidate.
+
+    The agent's trainer proves, checks and releases it like any candidate, and trains on from it with a new optimizer.
+    It must be plain LoRA with the learner's lora_r, lora_alpha and layers. The agent must have no undecided version.
+
+    \b
+    Example:
+      ratchet policies import ./mail-lora mail
+    """
+    from ratchet.trainer.release.candidates import import_adapter
+
+    target = _target(settings, agent)
+    options.check_alias(store, agent)
+    made = import_adapter(store, _adapters(settings), adapter, target, by=options.current_user())
+    click.echo(f"{agent}@{made.version} is a candidate: a copy of {adapter}")
+
+
+def _adapters(settings: Settings) -> AdapterStore:
+    from ratchet.trainer.adapters.adapter_store import AdapterStore
+
+    return AdapterStore(settings.state.adapter_cache, settings.adapters.max_cache_bytes)
+
+
+def _target(settings: Settings, agent: str) -> ForkTarget:
+    """Return where the agent's versions are and how they are trained."""
+    from ratchet.settings.project_settings import parse_learner
+    from ratchet.trainer.release.candidates import ForkTarget
+
+    learner, _ = parse_learner(settings.for_agent(agent).learner, {})
+    place = settings.adapters.store
+    versions = f"{place}/{agent}/checkpoints" if place else str(settings.state.checkpoints(agent))
+    return ForkTarget(agent, versions, learner)
 
 
 def _prompt_lines(prompt: Prompt, name: str) -> Iterator[str]:
-    """Yield the lines of a version's prompt, without control characters: a language model may have written it."""
-    yield f"{name} has prompt {prompt.id} ({prompt.mode}, by {strip_control_characters(prompt.origin) or 'unknown'})"
+    yield f"{name} has prompt {prompt.id} ({prompt.mode}, by {prompt.origin or 'unknown'})"
     texts = [("", prompt.text)] if prompt.text else []
     for family, text in [*texts, *sorted(prompt.families.items())]:
         if family:
-            yield f"  for {strip_control_characters(family)}:"
+            yield f"  for {family}:"
         yield from (f"    {line}" for line in strip_control_characters(text or "(unchanged)").splitlines())
 
 
 def _decided(decision: Decision) -> str:
-    return f"{decision.action} by {decision.decided_by}, {_when(decision.decided_at)}: {decision.reason}"
-
-
-def _when(moment: float) -> str:
-    from datetime import UTC, datetime
-
-    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _plain(record: Any) -> dict[str, Any]:
-    import msgspec
-
-    plain: dict[str, Any] = msgspec.to_builtins(record)
-    return plain
-
-
-def _last_decision(decision: Decision | None) -> dict[str, Any]:
-    return {"decision": _plain(decision) if decision else None}
+    return f"{decision.action} by {decision.decided_by}, {format_time(decision.decided_at)}: {decision.reason}"
 
 
 def _leaves(evidence: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output.terminal import strip_control_characters
+from ratchet.output import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.tuner.tasks.imported import ImportedTasks
@@ -83,7 +83,7 @@ def import_(
     """
     import dataclasses
 
-    from ratchet.output.terminal import progress_bars
+    from ratchet.output import progress_bars
     from ratchet.tuner.tasks.imported import open_source
 
     opened = open_source(source)

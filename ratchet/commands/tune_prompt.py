@@ -9,7 +9,7 @@ import click
 
 from ratchet import options
 from ratchet.commands.rollout_options import EXIT_NOT_BETTER, add_rollout_options, fail_unless_better
-from ratchet.output.terminal import strip_control_characters
+from ratchet.output import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.tuning.tune_prompt import PromptOutcome

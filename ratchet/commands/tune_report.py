@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ratchet import options
-from ratchet.output.terminal import format_time, strip_control_characters
+from ratchet.output import format_time, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.store.operation_records import Tuning

@@ -86,7 +86,7 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
       ratchet tune weights --tasks mail=./mail:3 --tasks math=./math --warm-start policy --collect 4
       ratchet tune weights --tasks mail=./mail --tasks math=./math --workflow mail:run --family-workflow math=sums:run
     """
-    from ratchet.output.terminal import print_note
+    from ratchet.output import print_note
     from ratchet.supervisor.up import attach_or_start
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuning import reports, tune_weights

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ratchet.output.files import pyplot
+from ratchet.output import pyplot
 from ratchet.store.records import Call, Round
 from ratchet.store.states import CallState, PolicyState, RoundState
 from ratchet.store.statistics import wilson

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ratchet.errors import InvalidArgument
-from ratchet.output.terminal import print_note
+from ratchet.output import print_note
 from ratchet.tuning import context
 from ratchet.tuning.caller import COMMAND, RunCaller
 from ratchet.tuning.run_services import run_services

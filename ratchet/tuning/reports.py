@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ratchet.output.files import pyplot
-from ratchet.output.terminal import print_table, strip_control_characters
+from ratchet.output import print_table, pyplot, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.trainer.statistics import CandidateScore

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ratchet.errors import RunCancelled
-from ratchet.output.terminal import print_note
+from ratchet.output import print_note
 from ratchet.store.states import RELEASE_EVALUATION, TuningState
 from ratchet.tuning.caller import COMMAND, RunCaller
 

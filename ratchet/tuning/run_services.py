@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.errors import InvalidArgument
-from ratchet.output.terminal import print_note
+from ratchet.output import print_note
 from ratchet.settings.setting_errors import listed
 from ratchet.supervisor.up import attach_or_start, read_run_state
 from ratchet.tuning.caller import RunCaller

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import InvalidArgument
-from ratchet.output.terminal import print_note
+from ratchet.output import print_note
 from ratchet.supervisor.up import read_run_state
 from ratchet.tuning.caller import RunCaller
 from ratchet.tuning.context import open_store

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import InvalidArgument
-from ratchet.output.terminal import print_note
+from ratchet.output import print_note
 from ratchet.settings.project_settings import Settings
 from ratchet.tuning import context as tuning
 from ratchet.tuning.caller import COMMAND, RunCaller

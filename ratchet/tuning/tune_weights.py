@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import InvalidArgument
-from ratchet.output.terminal import print_note
+from ratchet.output import print_note
 from ratchet.settings import load_settings
 from ratchet.supervisor.up import read_run_state
 from ratchet.tuning import context as tuning

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.output.terminal import ProgressLines
+from ratchet.output import ProgressLines
 from tests.harness.cli.project import Project
 from tests.harness.cli.scripted_data_hub import hub_with
 

@@ -112,7 +112,7 @@ def _evaluate(
     """Evaluate each version and store the result."""
     import msgspec
 
-    from ratchet.output.terminal import progress_bars
+    from ratchet.output import progress_bars
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuning.context import first_api_key, proxy_of

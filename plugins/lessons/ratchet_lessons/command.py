@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output.terminal import strip_control_characters
+from ratchet.output import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet_lessons.lessons import LearnedLessons

@@ -1,4 +1,7 @@
-"""Tables and progress bars on the terminal. rich is imported when something is printed, not before."""
+"""What commands print: results as JSON, lines or a table; notes, progress and plots.
+
+Slow imports happen when something is printed, not before.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,56 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
+import click
+
+from ratchet.errors import CliError
+from ratchet.store.install_hint import install_hint
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
 _WIDTH = 160  # columns of a table that is not printed to a terminal
 _LINE_SECONDS = 10.0  # between lines of progress
+
+
+def show(data: Any, lines: Iterable[Any] = (), *, columns: Sequence[str] = (), empty: str = "") -> None:
+    """Print the result of a command: as JSON with --json, else as lines, or as rows of a table with `columns`.
+
+    `empty` is printed in place of data that is empty. Control characters of recorded text are removed.
+    """
+    if click.get_current_context().params.get("as_json"):
+        print_json(data)
+    elif empty and not data:
+        click.echo(empty)
+    elif columns:
+        print_records(columns, lines)
+    else:
+        for line in lines:
+            click.echo(strip_control_characters(line))
+
+
+def print_json(content: Any) -> None:
+    """Print data as JSON; records and dataclasses as objects."""
+    import json
+
+    click.echo(json.dumps(content, indent=2, default=_json_value))
+
+
+def _json_value(value: Any) -> Any:
+    import dataclasses
+
+    import msgspec
+
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return plain(value) if isinstance(value, msgspec.Struct) else str(value)
+
+
+def plain(record: Any, **more: Any) -> dict[str, Any]:
+    """Return the fields of a record, and more."""
+    import msgspec
+
+    return msgspec.structs.asdict(record) | more
 
 
 def print_table(table: Any, lines: Iterable[str] = (), *, width: int = _WIDTH, file: TextIO | None = None) -> None:
@@ -99,3 +147,15 @@ class ProgressLines:
             self._printed_at = now
             left = (now - self._started_at) / so_far * (total - so_far)
             print(f"{name} {so_far:,} of {total:,}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, drawing to files only. Raises CliError if matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise CliError(f"a plot needs matplotlib: {install_hint('demo')}") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as loaded
+
+    return loaded

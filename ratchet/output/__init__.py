@@ -1,1 +1,0 @@
-"""Output of the commands: the terminal, and files."""
