@@ -129,9 +129,9 @@ def create(
         )  # fmt: skip
         store.audit.record_command(options.current_user(), "keys create", {"key": made.id, "name": made.name})
     click.echo(key)
-    only = f" for {', '.join((*agents, *models))}" if agents or models else ""
+    only = ", ".join((*(made.agents or ()), *(made.models or ())))
     expiry = f"; it expires at {_when(expires_at)} UTC" if expires_at is not None else ""
-    for note in (f"{made.id}: scope {scope}{only}{expiry}; the key is not shown again", *notes):
+    for note in (f"{made.id}: scope {scope}{only and f' for {only}'}{expiry}; the key is not shown again", *notes):
         click.echo(note, err=True)
 
 
