@@ -1,4 +1,4 @@
-"""The whole circle on the real vLLM: a short form of `ratchet demo`, with the claims that the README makes."""
+"""The whole circle on the real vLLM: the short run of `make test`, and `ratchet demo` with the claims of the README."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.harness.cli.one_round import train_one_round
+from tests.harness.cli.project import Project
 
 ROOT = Path(__file__).parent.parent.parent
 ROUNDS = "7"
@@ -69,3 +72,13 @@ def test_the_demo_leaves_a_curve_and_no_process(demo: Any) -> None:
     _, _, _, folder = demo
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "run").glob("*.pid")) == []
+
+
+_JUDGE = "def judge(response):\n    return sum(map(ord, response)) % 997 / 997\n"  # differs between any two answers
+
+
+@pytest.mark.circle
+@pytest.mark.e2e
+def test_an_agents_calls_become_a_trained_version_that_answers_its_next_calls(tmp_path: Path) -> None:
+    (tmp_path / "scores.py").write_text(_JUDGE)
+    train_one_round(Project(tmp_path), "scores:judge")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -13,6 +15,9 @@ from ratchet.proxy.errors import UpstreamDisconnected, UpstreamTimeout, Upstream
 from ratchet.proxy.upstreams import http_client
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import ResponseLimits
+from ratchet.proxy.wire.capture import Capture
+from ratchet.proxy.wire.upstream_response import SseParser
+from ratchet.store.records import unpack_ids
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -322,3 +327,49 @@ async def test_an_unstreamed_answer_has_a_size_limit(client: HttpClient) -> None
     async with server(talk) as url:
         with pytest.raises(UpstreamDisconnected, match=r"larger than 1048576 bytes"):
             await fetch(client, url)
+
+
+EVENTS = b'data: {"a":1}\n\n: ping\n\nevent: x\ndata: one\ndata: two\n\ndata:[DONE]\n\n'
+DATA = [b'{"a":1}', None, b"one\ntwo", b"[DONE]"]
+
+
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_events_are_the_same_in_any_pieces_and_line_endings(size: int, ending: bytes) -> None:
+    stream = EVENTS.replace(b"\n", ending) + (b": end" if ending == b"\r" else b"")
+    events = SseParser()
+    found = [data for at in range(0, len(stream), size) for data, _ in events.feed(stream[at : at + size])]
+    assert found == DATA
+
+
+def test_a_long_event_costs_its_bytes_once_however_many_pieces_it_has() -> None:
+    text = b"x" * 2**24
+    stream, events = b"data: " + text + b"\n\n", SseParser()
+    began = time.process_time()
+    found = [data for at in range(0, len(stream), 4096) for data, _ in events.feed(stream[at : at + 4096])]
+    assert time.process_time() - began < 2.0  # searched again from its start with each piece, it takes 20 s
+    assert found == [text]
+
+
+def captured(ids: Any, separator: str = ",") -> Capture:
+    capture = Capture("agent", asks_ids=False, asks_logprobs=False, asks_usage=False)
+    answer = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
+    body = json.dumps({"id": "x", "choices": [answer], "prompt_token_ids": ids}, separators=(separator, ":"))
+    capture.whole(body.encode())
+    return capture
+
+
+@pytest.mark.parametrize("separator", [",", ", ", " ,\n"])
+@pytest.mark.parametrize("count", [0, 1, 10_000, 50_001])
+def test_prompt_ids_of_any_number_are_captured_in_order(count: int, separator: str) -> None:
+    ids = [number * 7919 % 150_000 for number in range(count)]
+    capture = captured(ids, separator)
+    assert unpack_ids(capture.prompt_ids) == tuple(ids)
+    assert capture.prompt_tokens == count
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**31, 1.5, None, "1,2", [1, 2], {"a": 1, "b": 2}])
+@pytest.mark.parametrize("before", [1, 40_000])
+def test_a_wrong_id_is_refused_wherever_it_stands(wrong: Any, before: int) -> None:
+    with pytest.raises(UpstreamDisconnected):
+        captured([*range(before), wrong, *range(before)])

@@ -1,10 +1,9 @@
-"""Answers that vLLM does not give. Malformed ones: the client gets an answer or an error, and the call is recorded as
-ended. A model that refuses, or a filter that ends an answer, is seen in every dialect.
-"""
+"""Answers that vLLM does not give: malformed ones, refusals, filters, and streams that fall silent."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,11 @@ from ratchet.store.states import CallState
 from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
 from tests.harness.proxy.raw_upstream import RawUpstream, http, stream
-from tests.harness.proxy.running_proxy import Proxy, running
+from tests.harness.proxy.running_proxy import Proxy, Start, running
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually
+from tests.proxy.test_agents import call
+from tests.proxy.test_other_models import entry
 
 MESSAGE = {"role": "assistant", "content": "ok"}
 CALLS: dict[str, dict[str, Any]] = {
@@ -237,3 +240,29 @@ def test_an_answer_that_a_filter_ended_is_not_complete(proxy: Proxy, upstream: R
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "content_filter")
     assert (response.output_text, response.output[0].status) == ("The first", "incomplete")
     assert messages(proxy, streamed).stop_reason == "refusal"
+
+
+SILENT = "#say=hello.world #delay=1.5"
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": SILENT}]},
+    "/v1/completions": {"prompt": SILENT},
+    "/v1/responses": {"input": SILENT},
+    "/v1/messages": {"messages": [{"role": "user", "content": SILENT}], "max_tokens": 90},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["agent", "judge"])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_silent_stream_is_ended_and_the_setting_named(
+    start: Start, vllm: ScriptedVllm, vllm_url: str, path: str, model: str
+) -> None:
+    hosted = entry(vllm_url + "/v1", "hosted_vllm/tiny-base", key=None)
+    proxy = start(stream_idle_timeout_seconds=0.3, model_list=(hosted,))
+    answer = call(proxy, model, path, stream=True, **BODIES[path])
+    assert answer.status_code == 200
+    assert re.search(r"0\.3 s.*stream_idle_timeout_seconds", answer.text)
+    proxy.settled()
+    (recorded,) = proxy.store.calls.page()
+    assert (recorded.state, recorded.alias) == (CallState.FAILED, model)
+    eventually(lambda: vllm.aborted)

@@ -1,13 +1,16 @@
-"""`ratchet policies`: what was decided and why, and deciding by hand."""
+"""`ratchet policies`: listed, promoted, pinned; a fork of another agent and an import as candidates."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters import checkpoint
@@ -181,3 +184,164 @@ def test_a_versions_prompt_is_shown_and_steers_no_terminal(project: Project, sto
     assert "prompt" not in project.call("policies", "show", "mail", "2", "--store", url).stdout
     plain = json.loads(project.call("policies", "show", "mail", "--store", url, "--json").stdout)
     assert plain["prompts"][str(made.version)]["text"] == text
+
+
+@pytest.fixture
+def fork_url(project: Project, migrated: Path) -> str:
+    shutil.copy(migrated, project.folder / "made.db")
+    project.write(
+        agents={"mail": {"judge": "m:judge"}, "support": {"judge": "s:judge", "learner": {"lora_alpha": 16}}},
+        learner={"lora_r": 4, "lora_alpha": 16},
+    )
+    return f"sqlite:///{project.folder / 'made.db'}"
+
+
+@pytest.fixture
+def fork_store(project: Project, fork_url: str) -> Iterator[Store]:
+    """mail@1 is live, and its checkpoint has no learner's state."""
+    opened = open_store(fork_url)
+    for alias in ("mail", "support"):
+        opened.policies.register_base(alias, "base")
+    folder = project.state / "models" / "mail" / "checkpoints" / "0001"
+    checkpoint.write_atomically(folder, write_forked)
+    held = opened.rounds.start("mail", 0)
+    opened.rounds.commit(held.id, version=1, checkpoint=str(folder), groups=[], metrics={})
+    opened.policies.promote("mail", 1, {})
+    yield opened
+    opened.close()
+
+
+def write_forked(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 16}))
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+
+
+def test_a_version_becomes_a_candidate_of_another_agent(project: Project, fork_store: Store, fork_url: str) -> None:
+    done = project.call("policies", "fork", "mail@1", "support", "--store", fork_url)
+    assert done.stdout == (
+        "support@1 is a candidate: a copy of mail@1\n"
+        "mail@1 has no learner's state any more (trainer.keep_optimizer_states): the optimizer of support starts over\n"
+    )
+    made = fork_store.policies.get("support", 1)
+    folder = project.state / "models" / "support" / "checkpoints" / "0001"
+    assert (made.state, made.adapter) == ("candidate", str(folder))
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"weights"
+    again = project.call("policies", "fork", "mail@1", "support", "--store", fork_url)
+    assert again.returncode == 1
+    assert "support@1 is a candidate that is not decided: wait for it, or decide with" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("mail@7", "support", "no policy mail@7"),
+        ("male@1", "support", "male: no such agent in this fork_store; did you mean mail?"),
+        ("mail", "support", "'mail' is not a version: give NAME@VERSION, such as mail@7"),
+        ("mail@0", "support", "mail@0 has no adapter: it is the base model"),
+        ("mail@1", "mail", "mail@1 is a version of mail already"),
+        ("mail@1", "suport", "suport"),
+    ],
+)
+def test_what_cannot_be_forked_is_refused(
+    project: Project, fork_store: Store, fork_url: str, source: str, target: str, message: str
+) -> None:
+    refused = project.call("policies", "fork", source, target, "--store", fork_url)
+    assert refused.returncode in (1, 2)
+    assert message in refused.stdout
+    assert "Traceback" not in refused.stdout
+    assert len(fork_store.policies.all("support")) == 1
+
+
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 16}
+
+
+@pytest.fixture
+def import_url(project: Project, migrated: Path) -> str:
+    shutil.copy(migrated, project.folder / "made.db")
+    project.write(agents={"mail": {"judge": "m:judge"}}, learner={"lora_r": 4, "lora_alpha": 16})
+    return f"sqlite:///{project.folder / 'made.db'}"
+
+
+@pytest.fixture
+def import_store(import_url: str) -> Iterator[Store]:
+    opened = open_store(import_url)
+    opened.policies.register_base("mail", "base")
+    yield opened
+    opened.close()
+
+
+def adapter(folder: Path, width: int = 6, config: Mapping[str, Any] = CONFIG) -> Path:
+    """The folder of a small adapter, with a file that is no part of it."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"layer.lora_A.weight": np.ones((4, width), np.float32)}, folder / "adapter_model.safetensors")
+    (folder / "notes.txt").write_text("mine")
+    return folder
+
+
+def test_an_adapter_becomes_a_candidate_that_training_goes_on_from(
+    project: Project, import_store: Store, import_url: str, tmp_path: Path
+) -> None:
+    given = adapter(tmp_path / "given")
+    done = project.call("policies", "import", str(given), "mail", "--store", import_url)
+    assert (done.returncode, done.stdout) == (0, f"mail@1 is a candidate: a copy of {given}\n")
+    made = import_store.policies.get("mail", 1)
+    folder = project.state / "models" / "mail" / "checkpoints" / "0001"
+    assert (made.state, made.adapter, made.served_name) == ("candidate", str(folder), "mail@1")
+    assert made.evidence["origin"]["imported_from"] == str(given)
+    assert checkpoint.complete(folder)
+    assert (folder / checkpoint.ADAPTER_ONLY).is_file()
+    assert not (folder / "notes.txt").exists()
+    again = project.call("policies", "import", str(given), "mail", "--store", import_url)
+    assert again.returncode == 1
+    assert "mail@1 is a candidate that is not decided: wait for it, or decide with" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"r": 8}, "has r 8, and learner.lora_r of mail is 4: they must be equal"),
+        ({"lora_alpha": 8}, "has lora_alpha 8, and learner.lora_alpha of mail is 16"),
+        ({"peft_type": "IA3"}, "is an adapter of type IA3, and only LORA can be trained"),
+        ({"use_dora": True}, "uses use_dora, which the learner does not train"),
+    ],
+)
+def test_an_adapter_that_the_learner_cannot_train_is_refused(
+    project: Project, import_store: Store, import_url: str, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    given = adapter(tmp_path / "given", config=CONFIG | config)
+    refused = project.call("policies", "import", str(given), "mail", "--store", import_url)
+    assert refused.returncode == 1
+    assert message in refused.stdout
+    assert len(import_store.policies.all("mail")) == 1
+
+
+def test_matrices_other_than_those_of_the_newest_version_are_refused(
+    project: Project, import_store: Store, import_url: str, tmp_path: Path
+) -> None:
+    assert (
+        project.call("policies", "import", str(adapter(tmp_path / "a")), "mail", "--store", import_url).returncode == 0
+    )
+    import_store.policies.promote("mail", 1, {})
+    refused = project.call("policies", "import", str(adapter(tmp_path / "b", 7)), "mail", "--store", import_url)
+    assert refused.returncode == 1
+    assert "does not have the matrices of mail@1: layer.lora_A.weight is (4, 7) there and (4, 6) here" in refused.stdout
+    assert (
+        project.call("policies", "import", str(adapter(tmp_path / "c")), "mail", "--store", import_url).returncode == 0
+    )
+
+
+def test_a_folder_without_an_adapter_is_refused(
+    project: Project, import_store: Store, import_url: str, tmp_path: Path
+) -> None:
+    refused = project.call("policies", "import", str(tmp_path), "mail", "--store", import_url)
+    assert refused.returncode == 1
+    assert "is not the folder of a PEFT adapter, its adapter_config.json cannot be read" in refused.stdout
+    given = adapter(tmp_path / "given")
+    (given / "adapter_model.safetensors").write_bytes(b"x")
+    refused = project.call("policies", "import", str(given), "mail", "--store", import_url)
+    assert "has no readable adapter_model.safetensors" in refused.stdout
+    assert (
+        "there is no agent 'male'; did you mean mail?"
+        in project.call("policies", "import", str(given), "male", "--store", import_url).stdout
+    )

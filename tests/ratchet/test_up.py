@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -14,6 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ratchet.errors import PortInUse
+from ratchet.settings.state_folder import StateFolder
+from ratchet.supervisor import pidfile, ports, project_lock
+from ratchet.supervisor.leftover_processes import stop_leftover_processes
 from tests.harness.cli.project import INTERRUPTED, Project, is_alive, wait_for
 
 
@@ -337,3 +344,110 @@ def test_an_adapter_store_that_cannot_be_written_is_refused_before_anything_star
     assert "no version can be written to /dev/null/adapters" in up.stdout
     assert "set adapters.store to another folder" in up.stdout
     assert not project.running()
+
+
+@pytest.mark.slow
+def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: Project) -> None:
+    up = project.up()
+    pids = project.pids()
+    shutil.rmtree(project.folder / ".ratchet")
+    status = project.run("status").stdout
+    assert f"project default: up (pid {up.pid}), but its state folder was deleted while it ran" in status
+    assert json.loads(project.run("status", "--json").stdout)["orphaned_pid"] == up.pid
+    second = project.run("up")
+    assert second.returncode == 1
+    assert f"already up (pid {up.pid}, whose state folder was deleted while it ran)" in second.stdout
+    assert "`ratchet down --project default`" in second.stdout
+    down = project.run("down")
+    assert down.returncode == 0
+    assert f"up (pid {up.pid}) with its services" in down.stdout
+    up.communicate(timeout=120)
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert project.run("down").stdout == "project default: nothing was running\n"
+    assert not json.loads(project.run("status", "--json").stdout)["orphaned_pid"]
+
+
+def test_a_folder_of_another_user_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    state = StateFolder(tmp_path / "state")
+    project_lock.write_user_pidfile(state)
+    (folder,) = tmp_path.glob("ratchet-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert project_lock.orphaned_pid(state) is not None
+    folder.chmod(0o777)  # anybody could have written it
+    assert project_lock.running_supervisor(state) is None
+    project_lock.write_user_pidfile(state)
+    project_lock.remove_user_pidfile(state)
+    folder.chmod(0o700)
+    project_lock.remove_user_pidfile(state)
+    assert project_lock.running_supervisor(state) is None
+
+
+def test_a_default_port_that_is_busy_moves_to_the_next_free_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        busy = server.getsockname()[1]
+        assert ports.choose_port("vllm", "vllm.port", "127.0.0.1", busy, fixed=False, taken=set()) > busy
+
+
+def test_a_chosen_port_that_is_busy_names_pid_and_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        busy = server.getsockname()[1]
+        with pytest.raises(PortInUse, match=rf"vllm: port {busy} is used by pid {os.getpid()} .* set vllm.port"):
+            ports.choose_port("vllm", "vllm.port", "127.0.0.1", busy, fixed=True, taken=set())
+
+
+def test_two_services_never_get_the_same_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1] + 1
+    assert ports.choose_port("vllm", "vllm.port", "127.0.0.1", free, fixed=False, taken={free}) != free
+    with pytest.raises(PortInUse, match="another service"):
+        ports.choose_port("vllm", "vllm.port", "127.0.0.1", free, fixed=True, taken={free})
+
+
+def test_a_port_on_which_a_vllm_that_starts_will_listen_is_not_free_and_one_in_time_wait_is() -> None:
+    with socket.socket() as starting:
+        starting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+        starting.bind(("127.0.0.1", 0))
+        port = starting.getsockname()[1]
+        assert not ports.is_free("127.0.0.1", port)
+    assert ports.is_free("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        served, _ = server.accept()
+        served.close()  # the side that closes first keeps TIME_WAIT
+        client.close()
+    assert ports._has_connections(port)
+    assert ports.is_free("127.0.0.1", port)
+
+
+def test_port_0_takes_a_free_one() -> None:
+    port = ports.choose_port("vllm", "vllm.port", "127.0.0.1", 0, fixed=True, taken=set())
+    assert port > 0
+    assert ports.is_free("127.0.0.1", port)
+
+
+def test_a_running_process_is_found(tmp_path: Path) -> None:
+    pidfile.write(tmp_path / "a.pid", os.getpid())
+    process = pidfile.running(tmp_path / "a.pid")
+    assert process is not None
+    assert process.pid == os.getpid()
+
+
+def test_a_recycled_pid_is_not_the_process_that_was_recorded(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path)
+    state.make(min_free_disk_mb=0)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        birth = pidfile.write(state.pid("vllm"), other.pid)
+        assert birth is not None
+        state.pid("vllm").write_text(f"{other.pid} {birth.started_at - 60}\n")
+        assert stop_leftover_processes(state) == []
+        assert other.poll() is None
+        other.kill()
+    assert not state.pid("vllm").exists()
+
+
+def test_a_damaged_pid_file_names_nobody(tmp_path: Path) -> None:
+    (tmp_path / "a.pid").write_text("not a pid")
+    assert pidfile.running(tmp_path / "a.pid") is None
+    assert pidfile.running(tmp_path / "none.pid") is None

@@ -1,17 +1,21 @@
-"""Several agents in one store: each list and count can be limited to one of them."""
+"""Several agents in one store: lists and counts of one, what waits for each, and the audit log."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import msgspec
 import pytest
 
+from ratchet.store.coordination import ActivityKind, AgentActivity, has_grown
 from ratchet.store.errors import InvalidRecord
 from ratchet.store.ids import first_id, moment, new_id
-from ratchet.store.records import Feedback
+from ratchet.store.operation_records import AuditEntry
+from ratchet.store.records import Feedback, Verdict
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
-from tests.harness.records import call_start, ended
+from tests.harness.records import answered_trajectory, call_start, ended
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 
@@ -56,3 +60,94 @@ def test_ids_of_a_moment_begin_at_its_first_id() -> None:
     before = time.time()
     assert first_id("call", before) <= new_id("call") < first_id("call", before + 60)
     assert moment(first_id("call", 1234.5)) == 1234.5
+
+
+IDLE_SECONDS = 5.0
+
+
+def look(store: Store) -> dict[str, AgentActivity]:
+    return store.activity.read(IDLE_SECONDS)
+
+
+def test_each_kind_of_waiting_work_is_found_under_its_agent(store: Store) -> None:
+    for alias in ("mail", "chat"):
+        store.policies.register_base(alias, "base")
+    quiet = look(store)
+    assert set(quiet) == {"mail", "chat"}
+    assert set(quiet["mail"]) == {ActivityKind.VERSION}
+
+    name = "run"
+    answered_trajectory(store, name, alias="mail")
+    found = look(store)
+    assert found["mail"][ActivityKind.IDLE] == 1
+    assert has_grown(quiet["mail"], found["mail"])
+    assert not has_grown(quiet["chat"], found["chat"])
+
+    store.trajectories.seal_idle_trajectories("mail", time.time(), IDLE_SECONDS)
+    sealed = look(store)
+    assert ActivityKind.IDLE not in sealed["mail"]
+    assert sealed["mail"][ActivityKind.SEALED] == 1
+    assert not has_grown(found["mail"], sealed["mail"]), "the trainer sealed it itself"
+
+    group = store.groups.create("task", "mail", [name], time.time())
+    ready = look(store)
+    assert (ready["mail"][ActivityKind.READY], ActivityKind.SEALED in ready["mail"]) == (1, False)
+    store.groups.record_judge_failure(group.id, [], retry_at=time.time() - 1.0)
+    assert has_grown(ready["mail"], look(store)["mail"]), "the retry of the judge is due"
+    store.groups.record_verdicts(
+        group.id, [Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=1.0)]
+    )
+    assert set(look(store)["mail"]) == {ActivityKind.VERSION, ActivityKind.JUDGED}
+
+
+def test_what_others_do_makes_an_agents_activity_grow(store: Store) -> None:
+    store.policies.register_base("mail", "base")
+    name = "run"
+    answered_trajectory(store, name, alias="mail")
+    before = look(store)["mail"]
+    store.trajectories.seal(name, time.time())
+    sealed = look(store)["mail"]
+    assert has_grown(before, sealed)
+    given: dict[str, Any] = {"kind": "trajectory", "target": name, "source": "ann", "given_at": time.time()}
+    store.feedback.add([Feedback(id="fb_1", value=1.0, trusted=True, **given)])
+    assert has_grown(sealed, look(store)["mail"])
+    assert not has_grown(look(store)["mail"], look(store)["mail"])
+
+
+def entry(at: float, **changed: Any) -> AuditEntry:
+    values: dict[str, Any] = {
+        "method": "GET",
+        "route": "/calls/{call_id}",
+        "target": {"call_id": "call_1"},
+        "actor": "ann",
+    }
+    values |= {"id": new_id("audit"), "at": at, "last_at": at, "count": 1, "key_id": "key_1", "client": "10.0.0.7"}
+    return AuditEntry(**values | changed)
+
+
+def test_an_entry_is_one_row_that_its_request_brings_up_to_date(store: Store) -> None:
+    change = entry(5.0, method="DELETE", status=None)
+    store.audit.record([change])
+    assert store.audit.page() == [change]
+    done = msgspec.structs.replace(change, last_at=6.0, count=2, status=200)
+    store.audit.record([done])
+    store.audit.record([done])
+    assert store.audit.page() == [done]
+
+
+def test_entries_are_paged_and_filtered(store: Store) -> None:
+    read, change = entry(1.0, id="audit_000"), entry(2.0, id="audit_001", method="POST", key_id="key_2")
+    store.audit.record([read, change])
+    store.audit.record_command("root", "keys revoke", {"key": "key_2"})
+    names = [one.route for one in store.audit.page()]
+    assert names == ["keys revoke", "/calls/{call_id}", "/calls/{call_id}"]
+    assert store.audit.page(1, before="audit_001") == [read]
+    assert store.audit.page(key="key_2") == [change]
+    assert [one.method for one in store.audit.page(changes=True)] == ["CLI", "POST"]
+    assert [one.actor for one in store.audit.page(since=3.0)] == ["root"]
+
+
+def test_old_entries_are_pruned_by_their_last_request(store: Store) -> None:
+    store.audit.record([entry(1.0), entry(1.0, id="audit_001", last_at=10.0)])
+    assert store.audit.prune(5.0) == 1
+    assert [one.id for one in store.audit.page()] == ["audit_001"]

@@ -1,4 +1,4 @@
-"""Verification: a sound store has no violation, and each damage is reported with its row and a remedy."""
+"""Verification: damage of every kind is found, and trajectories that lack messages or tools; on both databases."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect
+from ratchet.store.records import CallStarted
 from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
+from tests.harness import records
 from tests.harness.records import answered_trajectory, call_start, ended, judged_group, tool_call
 
 calls, choices, messages, runs = schema.calls, schema.choices, schema.messages, schema.trajectories
@@ -162,3 +165,26 @@ def test_memory_is_bounded_where_much_is_wrong(store: Store, store_url: str) -> 
     engine.dispose()
     found = verify(store_url)
     assert (found.count, len(found.findings), found.rows["messages"]) == (3000, 1000, 1532)
+
+
+REPLY = {"role": "assistant", "content": "Oslo"}
+
+
+def without_first_message(name: str) -> CallStarted:
+    question = [{"role": "system", "content": f"Answer {name}."}, {"role": "user", "content": "Where?"}]
+    start = records.call_start(f"call_{name}", name, question)
+    return msgspec.structs.replace(start, nodes=start.nodes[1:])
+
+
+def test_a_trajectory_whose_first_message_is_not_there_is_incomplete_until_somebody_sends_it_again(
+    store: Store,
+) -> None:
+    torn, bare = without_first_message("torn"), records.call_start("call_bare", "bare", tools_hash="b2:none", tools=b"")
+    whole = records.call_start("call_whole", "whole")
+    store.calls.ship([records.ended(one, REPLY) for one in (torn, bare, whole)])
+    names = ["torn", "bare", "whole", "unknown"]
+    assert store.trajectories.incomplete(names) == {"torn", "bare"}
+    assert store.trajectories.incomplete([]) == set()
+    again = records.call_start("call_again", "again", [{"role": "system", "content": "Answer torn."}])
+    store.calls.ship([records.ended(again, REPLY)])
+    assert store.trajectories.incomplete(names) == {"bare"}

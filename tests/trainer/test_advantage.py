@@ -1,10 +1,12 @@
-"""Claims about advantages."""
+"""Advantages: by group, whitened, and the sign-flip test that compares two versions."""
 
 from __future__ import annotations
 
 import math
 import random
 import statistics
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -15,9 +17,11 @@ from ratchet.trainer.controller.advantages import (
     scale_over_round,
     single_advantage,
 )
-from ratchet.trainer.errors import ScoreError
+from ratchet.trainer.errors import ScoreError, TuningError
+from ratchet.trainer.learner.policy_loss import whiten
 from ratchet.trainer.settings.objectives import BUILT_IN, DEFAULT_ESTIMATOR
-from ratchet.trainer.statistics import has_signal
+from ratchet.trainer.statistics import has_signal, holm, sign_flip_p
+from tests.harness.trainer.tiny import build_rows
 
 
 def test_advantages_are_the_papers_normalised_scores() -> None:
@@ -125,3 +129,66 @@ def test_a_groups_of_any_size_passes_noise_alone_once_in_a_thousand() -> None:
     for size in (2, 3, 8, 16):
         passed = sum(has_signal([dice.gauss(0, NOISE) for _ in range(size)], NOISE) for _ in range(20_000))
         assert 5 <= passed <= 40
+
+
+def test_every_trained_token_counts_once_in_mean_and_variance() -> None:
+    rows = [*build_rows(5)]
+    rows[1] = replace(rows[1], advantages=tuple(float(place) for place in range(len(rows[1].ids))))
+    white = whiten(rows)
+    each = [
+        advantage
+        for row in white
+        for advantage, trained in zip(row.advantages or (row.advantage,) * len(row.ids), row.mask, strict=True)
+        if trained
+    ]
+    assert sum(each) / len(each) == pytest.approx(0.0, abs=1e-9)
+    assert sum(value * value for value in each) / len(each) == pytest.approx(1.0)
+    assert [row.ids for row in white] == [row.ids for row in rows]
+
+
+def test_a_round_of_equal_advantages_becomes_zeros() -> None:
+    rows = [replace(row, advantage=0.7 + 1e-9 * place) for place, row in enumerate(build_rows(3))]
+    assert [row.advantage for row in whiten(rows)] == pytest.approx([0.0] * 3, abs=1e-12)
+    assert not any(row.has_signal for row in whiten([replace(row, advantage=0.5) for row in rows]))
+
+
+def no_gain(chance: random.Random) -> float:
+    """The difference of two equal agents on a task of any difficulty, four attempts each."""
+    easy = chance.uniform(0.1, 0.8)
+    return statistics.fmean((chance.random() < easy) - (chance.random() < easy) for _ in range(4))
+
+
+def test_one_difference_is_no_evidence() -> None:
+    assert sign_flip_p([1.0]) == 1.0
+
+
+def test_without_scipy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)  # as if it were not installed
+    with pytest.raises(TuningError, match=r"needs scipy.*\[trainer\]"):
+        sign_flip_p([1.0, 0.5])
+
+
+def test_few_differences_are_tested_exactly() -> None:
+    assert sign_flip_p([0.5] * 5) == 2 / 2**5
+    assert sign_flip_p([0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.0, 0.0]) == 2 / 2**6
+    assert sign_flip_p([1.0, -1.0, 0.0]) == 1.0
+    assert sign_flip_p([]) == 1.0
+
+
+def test_a_drawn_p_value_is_that_of_the_exact_test() -> None:
+    gains = [0.5, -0.3, 0.8, 0.1, -0.2, 0.4, 0.6, -0.1, 0.3, 0.2, 0.05, -0.4, 0.7]
+    more = [*gains, 1e-9]  # one more difference, too small to matter: scipy samples signs
+    assert sign_flip_p(more) == pytest.approx(sign_flip_p(gains), abs=0.015)
+    assert sign_flip_p([0.5] * 40) == 2 / 10_000  # twice the smaller tail
+
+
+def test_equal_agents_differ_significantly_in_about_one_of_twenty_comparisons() -> None:
+    chance = random.Random(3)
+    shown = sum(sign_flip_p([no_gain(chance) for _ in range(12)]) < 0.05 for _ in range(300))
+    assert shown <= 0.08 * 300
+
+
+def test_holm_corrects_the_smallest_most_and_keeps_the_order() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []

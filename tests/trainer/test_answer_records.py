@@ -1,14 +1,20 @@
-"""What a round did with each sampled answer: its advantage and mismatch, or the reason for no loss."""
+"""What a round writes about its answers, and a reason for all that is not trained."""
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import replace
+from pathlib import Path
 
+from ratchet.store.reasons import UNTRAINED, DropReason
 from ratchet.store.records import unpack_halves
+from ratchet.store.states import CallState
+from ratchet.trainer.rows import build_rows
 from ratchet.trainer.rows.build_rows import Rows
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.rows.trajectory_export import REJECTED, AnswerRecords
+from tests import house
 
 ROW = TokenRow("t", (1, 2, 3, 4, 5, 6), (0, 1, 1, 0, 1, 1), (0.0, -1.0, -1.0, 0.0, -1.0, -1.0), 0.5)
 ANSWERS = {("call_1", 0): 1, ("call_2", 0): 4}
@@ -51,3 +57,17 @@ def test_advantages_that_differ_within_an_answer_are_kept_for_each_token() -> No
 def test_a_learner_that_reports_no_mismatch_leaves_it_empty() -> None:
     first, *_ = _records().of_round([ROW], ())
     assert (first.advantage, first.mismatch) == (0.5, b"")
+
+
+def test_every_reason_of_an_untrained_token_is_explained() -> None:
+    source = Path(build_rows.__file__).read_text()
+    given = set(re.findall(r'(?:return|untrained\[)\s*"([a-z_]+)"', source)) | set(CallState) - {CallState.ANSWERED}
+    assert {"greedy", "no_token_ids"} <= given
+    assert given | {build_rows._ANSWER_LOST, build_rows.TRUNCATED} <= set(UNTRAINED)
+
+
+def test_the_documentation_lists_the_same_reasons() -> None:
+    page = (house.ROOT / "docs" / "sentinel.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", page, re.MULTILINE)
+    assert {(str(reason), reason.meaning) for reason in DropReason} <= set(rows)
+    assert set(UNTRAINED.items()) <= set(rows)

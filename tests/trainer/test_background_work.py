@@ -1,12 +1,17 @@
-"""Work in the background: its result and its errors come to the caller, one work at a time."""
+"""Work in the background, tasks of user code, and the pauses between looks at the store."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
+import anyio
 import pytest
 
 from ratchet.trainer.controller.background_work import BackgroundWork
+from ratchet.trainer.controller_service.look_pacing import LookPacing
+from ratchet.trainer.errors import UserCodeExited
+from ratchet.trainer.user_code.exit_guard import guarded_task
 
 SECONDS = 60.0
 
@@ -58,3 +63,50 @@ def test_nothing_starts_before_the_last_result_is_collected() -> None:
     gate.set()
     assert background.wait(SECONDS)
     assert not background.collect()
+
+
+async def _leave() -> None:
+    raise SystemExit(3)
+
+
+def test_a_task_that_exits_has_failed() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().set_task_factory(guarded_task)
+        with pytest.raises(UserCodeExited, match=r"sys.exit\(3\)"):
+            await asyncio.create_task(_leave())
+
+    asyncio.run(main())
+
+
+def test_a_task_group_of_anyio_ends_its_tasks_when_it_is_cancelled() -> None:
+    """The clients of httpx connect in such a group; anyio looks at what each task's coroutine does."""
+    ended: list[str] = []
+
+    async def wait(name: str) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append(name)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_task_factory(guarded_task)
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait, "one")
+            await asyncio.sleep(0)
+            group.start_soon(wait, "two")
+            group.cancel_scope.cancel()
+
+    asyncio.run(main())
+    assert sorted(ended) == ["one", "two"]
+
+
+def test_a_single_slow_query_makes_no_pause_longer() -> None:
+    pacing = LookPacing(0.5)
+    assert [pacing.pause_after(seconds) for seconds in (0.8, 0.001, 0.001, 0.8, 0.8, 0.001)] == [0.5] * 6
+
+
+def test_queries_that_are_always_slow_take_two_percent_of_the_time() -> None:
+    pacing = LookPacing(0.5)
+    pauses = [pacing.pause_after(0.2) for _ in range(10)]
+    assert pauses[-1] == pytest.approx(10.0)
+    assert pauses[:2] == [0.5, 0.5]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 from pydantic import ValidationError
 
@@ -21,10 +25,13 @@ from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.controller.judging.rejudging import Rejudger
 from ratchet.trainer.settings.judge_specs import FeedbackSpec, read_spec
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.stepped_controller import SteppedController
+from tests.harness.trainer.whole_circle import all_shipped, proxy_before, trainer_of
 
 DAY = 86_400.0
 WAITING: Any = {"kind": "feedback", "within_seconds": 100.0}
@@ -302,3 +309,40 @@ def test_late_feedback_waits_for_a_judge_that_is_away_however_long(store: Store)
         rejudger.submit_late_feedback(now)
         assert rejudger.collect_results(now, 1.0) == changed
     assert store.groups.verdicts(names)[names[0]].score == 0.25
+
+
+@pytest.mark.slow
+def test_thumbs_alone_make_a_version_and_a_late_one_names_it(tiny_model: Path, tmp_path: Path) -> None:
+    with proxy_before(ScriptedVllm(), tmp_path) as proxy:
+        with openai.OpenAI(base_url=proxy + "/v1", api_key="k", max_retries=0) as agent:
+            question: Any = [{"role": "user", "content": "what is on friday?"}]
+            liked = agent.chat.completions.create(model="agent", messages=question).id
+            stream = agent.chat.completions.create(model="agent", messages=question, stream=True)
+            disliked = [chunk.id for chunk in stream].pop()
+        all_shipped(proxy)  # a call may take longer to reach the store than feedback waits for it
+        give_thumbs(proxy, response_id=liked, value="up", end_user="ann")
+        feedback = give_thumbs(proxy, response_id=disliked, value="down", comment="no", end_user="bob")
+        by_thumbs: dict[str, Any] = {
+            "judge": {"kind": "feedback"},
+            "seal_after_idle_seconds": 0.2,
+            "num_generations": 2,
+        }
+        with trainer_of(tmp_path, tiny_model, **by_thumbs) as (controller, store, engine):
+            eventually(lambda: controller.step(time.time()) and store.rounds.newest_committed("agent"))
+            assert {run.state for run in store.trajectories.page()} == {TrajectoryState.TRAINED}
+            eventually(lambda: controller.step(time.time()) or "agent@1" in engine.loaded)
+
+            give_thumbs(proxy, response_id=disliked, value="up", comment="I was wrong", end_user="bob")
+            run = feedback["trajectory_id"]
+            eventually(lambda: controller.step(time.time()) or store.groups.verdicts([run])[run].score == 1.0)
+            assert store.groups.verdicts([run])[run].explanation == "[after it trained agent@1] no | I was wrong"
+            (newest, *_) = httpx.get(f"{proxy}/api/feedback", params={"trajectory": run}, timeout=60).json()["data"]
+            assert (newest["comment"], newest["trained"]) == ("I was wrong", ["agent@1"])
+            assert len(store.rounds.page("agent")) == 1
+
+
+def give_thumbs(proxy: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{proxy}/api/feedback", json=body, timeout=60)
+    assert answer.status_code == 201, answer.text
+    feedback: dict[str, Any] = answer.json()
+    return feedback

@@ -22,13 +22,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ratchet.store.records import unpack_halves
 from ratchet.trainer.controller.advantages import group_advantages
 from ratchet.trainer.learner import lora, loss
 from ratchet.trainer.learner.forward_pass import Micro
+from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import OBJECTIVES, Objective
-from tests.harness.trainer.tiny import VOCABULARY, build_row
+from tests.harness.trainer.tiny import VOCABULARY, build_row, build_rows, build_tokenizer
 
 GROUP_SIZES = (4, 3, 2)
 WORST_RELATIVE_ERROR = 2e-5
@@ -416,3 +419,56 @@ def reference_row(model: Any, row: TokenRow, start: AtStart, settings: LearnerSe
         token_loss = token_loss + settings.beta * ratio * ((base - new).exp() - (base - new) - 1)
     token_loss = token_loss - settings.entropy_coef * entropy
     return token_loss * mask
+
+
+def build_experts(folder: Path, coefficient: float) -> Path:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=512, output_router_logits=True, router_aux_loss_coef=coefficient,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_the_routers_loss_does_not_grow_with_the_number_of_micro_batches(tmp_path: Path) -> None:
+    base = build_experts(tmp_path / "experts", coefficient=1.0)
+    rows = [build_row(3, advantage=1e-6)] * 8  # equal rows: every micro-batch is as well balanced as all together
+
+    def trained(token_budget: int) -> RoundReport:
+        settings = LearnerSettings(
+            target_modules=["q_proj", "v_proj", "gate"], token_budget=token_budget, max_grad_norm=0.0, threads=1
+        )
+        return Learner(str(base), settings).train_round(rows)
+
+    together, apart = trained(8192), trained(1)
+    assert together.loss > 0.5  # the router's part is there, and large
+    assert apart.loss == pytest.approx(together.loss, rel=1e-4)
+    assert apart.grad_norm == pytest.approx(together.grad_norm, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_mismatch_of_a_row_is_trainer_minus_engine_at_its_trained_tokens(tiny_model: Path, steps: int) -> None:
+    settings = LearnerSettings(
+        learning_rate=1e-3, steps_per_round=steps, threads=1, token_budget=64, sequence_mask_threshold=1e9
+    )
+    learner = Learner(str(tiny_model), settings)
+    rows = [replace(row, temperature=1.0) for row in build_rows(6, seed=3)]
+    rows[2] = replace(rows[2], importance=False)
+    scored = learner.score(rows)
+    report = learner.train_round(rows)
+    assert len(report.mismatch) == len(rows)
+    for place, (row, logprobs, packed) in enumerate(zip(rows, scored, report.mismatch, strict=True)):
+        known = zip(logprobs, row.logprobs, row.mask, strict=True)
+        expected = [ours - theirs for ours, theirs, trained in known if trained]
+        assert packed is not None
+        assert unpack_halves(packed) == pytest.approx(() if place == 2 else expected, abs=0.01, rel=0.01)
+    assert "mismatch" not in report.figures()

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import time
 from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from ratchet.proxy.api_keys import hash_key, new_key
+from ratchet.store.states import PolicyAction
 from ratchet.store.store import Store, open_store
 from tests.harness.proxy.browser import PageLog, watch
+from tests.harness.proxy.console_picture import take
 from tests.harness.proxy.page_steps import click, sees
 from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.simulated_releases import ALIAS, fill
 
-pytestmark = pytest.mark.browser
 HOSTILE_AGENT = "<svg>;window.ranHostile=true"
 
 
+@pytest.mark.browser
 def test_the_first_page_shows_whether_it_learns(console: Proxy, safe_page: Page, page_log: PageLog) -> None:
     safe_page.goto(f"{console.url}/ui/")
     for text in (
@@ -39,6 +43,7 @@ def test_the_first_page_shows_whether_it_learns(console: Proxy, safe_page: Page,
     assert {httpx.URL(url).netloc for url in page_log.requests} == {httpx.URL(console.url).netloc}
 
 
+@pytest.mark.browser
 def test_without_a_key_nothing_is_shown_and_a_wrong_key_is_an_error(
     start: Start, store: Store, safe_page: Page
 ) -> None:
@@ -61,6 +66,7 @@ def test_without_a_key_nothing_is_shown_and_a_wrong_key_is_an_error(
     sees(safe_page, "Operator key required")
 
 
+@pytest.mark.browser
 def test_the_console_reports_an_unreachable_proxy(
     scripted: tuple[ScriptedVllm, str], store: Store, tmp_path: Path, safe_page: Page
 ) -> None:
@@ -72,6 +78,7 @@ def test_the_console_reports_an_unreachable_proxy(
     sees(safe_page, "unreachable for")
 
 
+@pytest.mark.browser
 def test_a_hostile_trajectory_is_text_and_nothing_else(console: Proxy, safe_page: Page, page_log: PageLog) -> None:
     safe_page.goto(f"{console.url}/ui/#/trajectories/hostile")
     for text in (
@@ -97,6 +104,7 @@ def test_a_hostile_trajectory_is_text_and_nothing_else(console: Proxy, safe_page
     assert {httpx.URL(url).netloc for url in page_log.requests} == {httpx.URL(console.url).netloc}
 
 
+@pytest.mark.browser
 def test_the_browser_runs_no_markup_that_is_inserted_into_a_page(console: Proxy, page: Page) -> None:
     """The content security policy is a second line of defence behind the console's own escaping."""
     log = watch(page)
@@ -117,6 +125,7 @@ def test_the_browser_runs_no_markup_that_is_inserted_into_a_page(console: Proxy,
     assert log.problems
 
 
+@pytest.mark.browser
 def test_feedback_is_given_from_the_page(console: Proxy, safe_page: Page) -> None:
     safe_page.goto(f"{console.url}/ui/#/trajectories/run-1-03")
     click(safe_page, "↑ Good")
@@ -128,6 +137,7 @@ def test_feedback_is_given_from_the_page(console: Proxy, safe_page: Page) -> Non
     assert (feedback["value"], feedback["comment"]) == (1.0, "just what I wanted")
 
 
+@pytest.mark.browser
 def test_a_hundred_thousand_trajectories_page_as_fast_as_a_hundred(
     scripted: tuple[ScriptedVllm, str], store_file: Path, tmp_path: Path, safe_page: Page
 ) -> None:
@@ -155,6 +165,7 @@ def test_a_hundred_thousand_trajectories_page_as_fast_as_a_hundred(
     store.close()
 
 
+@pytest.mark.browser
 def test_a_group_shows_its_members_side_by_side_with_the_judges_exchange(console: Proxy, safe_page: Page) -> None:
     name = console.http.get("/api/trajectories/hostile").json()["group_id"]
     safe_page.goto(f"{console.url}/ui/#/groups")
@@ -167,6 +178,7 @@ def test_a_group_shows_its_members_side_by_side_with_the_judges_exchange(console
     assert safe_page.evaluate("window.ranHostile") is None
 
 
+@pytest.mark.browser
 def test_promotion_asks_for_confirmation_first(
     scripted: tuple[ScriptedVllm, str], store: Store, tmp_path: Path, safe_page: Page
 ) -> None:
@@ -204,6 +216,7 @@ def test_promotion_asks_for_confirmation_first(
     assert store.policies.live()["agent"].version == 0
 
 
+@pytest.mark.browser
 def test_rounds_and_alarms_have_pages(console: Proxy, safe_page: Page) -> None:
     safe_page.goto(f"{console.url}/ui/#/rounds")
     sees(safe_page, "agent@4 → @5")
@@ -211,6 +224,7 @@ def test_rounds_and_alarms_have_pages(console: Proxy, safe_page: Page) -> None:
     sees(safe_page, "take harder tasks")
 
 
+@pytest.mark.browser
 def test_usage_has_a_page(console: Proxy, safe_page: Page) -> None:
     body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
     assert console.http.post("/v1/chat/completions", json=body).status_code == 200
@@ -223,6 +237,7 @@ def test_usage_has_a_page(console: Proxy, safe_page: Page) -> None:
     assert safe_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.browser
 def test_every_page_shows_the_chosen_agent_only(
     scripted: tuple[ScriptedVllm, str], store: Store, tmp_path: Path, safe_page: Page
 ) -> None:
@@ -262,7 +277,23 @@ def test_every_page_shows_the_chosen_agent_only(
         expect(chooser).to_have_value(HOSTILE_AGENT)
 
 
+@pytest.mark.browser
 def test_with_a_single_agent_there_is_nothing_to_choose(console: Proxy, safe_page: Page) -> None:
     safe_page.goto(f"{console.url}/ui/")
     sees(safe_page, "Yes, it is learning")
     expect(safe_page.locator("#agent")).to_be_hidden()
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_the_picture_shows_a_rollback_an_anchor_and_a_ramp(
+    browser: Browser, store: Store, store_file: Path, tmp_path: Path
+) -> None:
+    fill(store, str(store_file), until=time.time() - 60.0)
+    assert {policy.version: policy.state for policy in store.policies.all(ALIAS)} == {
+        0: "retired", 1: "retired", 2: "holdback", 3: "rejected", 4: "live", 5: "ramp",
+    }  # fmt: skip
+    (rollback,) = (one for one in store.decisions.decisions_of(ALIAS) if one.action is PolicyAction.ROLLBACK)
+    assert (rollback.version, rollback.evidence["shares"]) == (3, {"2": 1.0})
+    take(browser, store, ALIAS, tmp_path / "console.png")
+    assert 20_000 < (tmp_path / "console.png").stat().st_size < 400_000
