@@ -1,20 +1,5 @@
 """The proxy's errors, each with the HTTP response that it becomes.
 
-    ProxyError
-    |-- BadRequest            400  the body or a header is invalid; 405 and 415 for a method or an encoding
-    |-- InvalidApiKey         401  the request has no API key, or an unknown one
-    |-- Forbidden             403  the caller may not use this route; the message says how to get access
-    |-- NotFound              404  no such route, record or model; the message lists what exists
-    |-- BodyTooLarge          413
-    |-- RateLimited           429  a limit of the API key is reached; `code` names the limit
-    |-- NotReady              503  the proxy cannot answer yet; the client may retry (retry-after)
-    |-- UpstreamError         502  or vLLM's own status
-    |   |-- UpstreamUnreachable   502  no connection
-    |   |-- UpstreamDisconnected  502  the response broke off or is invalid
-    |   |-- UpstreamTimeout       504  no complete response in time
-    |   `-- ContextOverflow       400  the prompt is longer than the model's context; the message has both lengths
-    `-- StartError            the proxy cannot start; the message names the setting and the remedy
-
 Messages of an UpstreamError name the upstream's URL, for log and record. Clients get them without (`for_client`).
 `ClientDisconnected` has no response: nobody is connected to read one.
 A class exists for each error that code catches by name or that `ratchet_errors_total` counts under its own label.
@@ -210,10 +195,6 @@ class ContextOverflow(UpstreamError):
         super().__init__(message, param=param)
         self.limit = limit
         self.prompt_tokens = prompt_tokens  # None if unknown
-
-
-class StartError(ProxyError):
-    """The proxy cannot start."""
 
 
 class ClientDisconnected(Exception):

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 
 _REFERENCE = "os.environ/"
 _OPENAI = "https://api.openai.com/v1"
@@ -157,7 +157,7 @@ def keys_in(environ: Mapping[str, str], entries: Iterable[ModelEntry]) -> dict[s
 
 
 def check_keys(entries: Iterable[ModelEntry], environ: Mapping[str, str]) -> None:
-    """Raise StartError if a key that an entry refers to is not in its variable."""
+    """Raise ProxyError if a key that an entry refers to is not in its variable."""
     entries = tuple(entries)
     keys = keys_in(environ, entries)
     for entry in entries:
@@ -165,10 +165,10 @@ def check_keys(entries: Iterable[ModelEntry], environ: Mapping[str, str]) -> Non
 
 
 def key_of(entry: ModelEntry, keys: ModelKeys) -> str | None:
-    """Return an entry's key, or None if it needs none. Raises StartError if its variable is not set."""
+    """Return an entry's key, or None if it needs none. Raises ProxyError if its variable is not set."""
     variable = entry.litellm_params.variable
     if variable is not None and variable not in keys:
-        raise StartError(
+        raise ProxyError(
             f"model_list: {entry.model_name} takes its api_key from the variable {variable}, which is not set: "
             "set it where the proxy is started"
         )

@@ -27,7 +27,7 @@ import uvicorn
 
 from ratchet.proxy.app import ProxyApplication, create_app
 from ratchet.proxy.coordinator.shipping.writer_process import WriterProcess
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.roles import CoordinatorRole, Role
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.runtime.malloc import return_large_blocks
@@ -64,7 +64,7 @@ def serve(
 
     The status is 1 if a background task died; the log names it.
 
-    Raises StartError (port, journal, certificate) and store.errors.StoreError (database), with the remedy.
+    Raises ProxyError (port, journal, certificate) and store.errors.StoreError (database), with the remedy.
     """
     with listen(settings.host, settings.port) as listener:
         url = url_of(settings.host, listener, tls=settings.tls_certificate is not None)
@@ -84,7 +84,7 @@ def run_process(
         listeners: the port, with TLS if it is set, and further ones without.
         url: where agents reach the proxy.
 
-    Raises StartError and store.errors.StoreError with the remedy in the message.
+    Raises ProxyError and store.errors.StoreError with the remedy in the message.
     """
     return_large_blocks()
     certificate = TlsCertificate(settings.tls_certificate, settings.tls_key) if settings.tls_certificate else None
@@ -233,7 +233,7 @@ class _Server(uvicorn.Server):
             for own in sockets[1:] if sockets else ():
                 self.servers.append(await self._loop.create_server(self._make_protocol, sock=own))
         except SystemExit:  # uvicorn's way to report a failed start
-            raise StartError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
+            raise ProxyError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
         if self.started:
             start = self._critical_tasks.start_task
             self._watches = [start(self._connections.close_slow(), "slow-connection check")]
@@ -278,7 +278,7 @@ def _raise_file_limit(wanted: int) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind the port. Raises StartError if it is busy or the host is not this machine's."""
+    """Bind the port. Raises ProxyError if it is busy or the host is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -286,7 +286,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise StartError(
+        raise ProxyError(
             f"port {port} on {host} cannot be used: {error}; choose another --port, or 0 for any free one"
         ) from error
     listener.set_inheritable(True)

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, fi
 
 from ratchet.proxy.agent_names import check_agent_names
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.model_list import FallbackRules, ModelEntry, keys_in
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.store.access.replicas import check_entry, http_url
@@ -321,11 +321,11 @@ class ProxySettings(BaseModel):
         return self
 
     def check_token(self) -> None:
-        """Raise StartError without a token that protects the coordinators. Services that run none need none."""
+        """Raise ProxyError without a token that protects the coordinators. Services that run none need none."""
         setting = "coordinator_listen" if self.coordinator_listen else "coordinator" if self.coordinator else None
         token = self.coordinator_token.get_secret_value() if self.coordinator_token else ""
         if setting and len(token) < _MIN_TOKEN_LENGTH:
-            raise StartError(
+            raise ProxyError(
                 f"{setting} needs {TOKEN_VARIABLE}, a secret of at least {_MIN_TOKEN_LENGTH} characters, the same on "
                 "every machine: set it, for example to the output of `openssl rand -hex 24`"
             )

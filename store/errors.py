@@ -1,15 +1,4 @@
-"""The store's errors.
-
-StoreError
-|-- SchemaMismatch      the database's schema is older or newer than this code
-|-- StoreNotFound       there is no SQLite file of that name, and none may be created
-|-- StoreUnavailable    the database does not answer (the caller may try again)
-|   `-- StoreDamaged    it answers that its own files are damaged
-|-- RecordNotFound      an id that the store does not hold
-|-- RecordDamaged       a stored value that cannot be read
-|-- InvalidRecord       a value that no record can hold
-`-- InvalidTransition   a state change that the transition table does not allow
-"""
+"""The store's errors."""
 
 from __future__ import annotations
 

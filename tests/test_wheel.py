@@ -119,5 +119,5 @@ def test_without_its_plugin_vllm_on_cpus_is_not_started(installed: Path, tmp_pat
         text=True,
         check=False,
     )
-    assert "VllmNotFound: Ratchet's plug-in for vLLM on CPUs" in done.stderr
+    assert "CliError: Ratchet's plug-in for vLLM on CPUs" in done.stderr
     assert "Reinstall it from a clone of Ratchet: pip install ." in done.stderr

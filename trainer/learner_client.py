@@ -26,7 +26,7 @@ from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import Store
 from ratchet.trainer import errors
 from ratchet.trainer.adapters.base_model_files import DIGESTS, digests, model_folder
-from ratchet.trainer.errors import LearnerRefused, LearnerServiceError, LearnerTaken, LearnerUnreachable, TrainerError
+from ratchet.trainer.errors import LearnerServiceError, LearnerUnreachable, TrainerError
 from ratchet.trainer.learner_api import (
     MSGPACK,
     SILENCE_SECONDS,
@@ -74,14 +74,14 @@ class LearnerConnection:
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
         except httpx.InvalidURL as error:
-            raise LearnerRefused(f"learner.url {url} is not a URL: {error}") from error
+            raise LearnerServiceError(f"learner.url {url} is not a URL: {error}") from error
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
 
     def status(self) -> LearnerStatus:
-        """Return the learner's status. Raises LearnerUnreachable, LearnerRefused."""
+        """Return the learner's status. Raises LearnerUnreachable, LearnerServiceError."""
         try:
             response = self._http.get("/v1/status", timeout=_STATUS_SECONDS)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -91,12 +91,14 @@ class LearnerConnection:
         try:
             return msgspec.json.decode(response.content, type=LearnerStatus)
         except msgspec.MsgspecError as error:
-            raise LearnerRefused(f"learner.url {self.url} is not this version's learner service: {error}") from error
+            raise LearnerServiceError(
+                f"learner.url {self.url} is not this version's learner service: {error}"
+            ) from error
 
     def post(self, path: str, message: Any, on_frame: Callable[[Frame], None] = lambda frame: None) -> Answer:
         """Run an operation to its end; `on_frame` gets what is answered before. Never sends a request twice.
 
-        Raises the TrainerError of the operation, LearnerUnreachable or LearnerRefused.
+        Raises the TrainerError of the operation, LearnerUnreachable or LearnerServiceError.
         """
         answer = self.exchange(path, message, on_frame)
         if answer.error is not None:
@@ -121,7 +123,7 @@ class LearnerConnection:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
         except (ValueError, msgspec.MsgspecError) as error:
-            raise LearnerRefused(f"learner.url {self.url} is not a learner service: {error}") from error
+            raise LearnerServiceError(f"learner.url {self.url} is not a learner service: {error}") from error
         raise LearnerUnreachable(f"the learner at {self.url} ended before it answered; its log says why")
 
     def _unreachable(self, error: Exception) -> LearnerUnreachable:
@@ -134,7 +136,9 @@ class LearnerConnection:
         try:
             refusal = msgspec.json.decode(body, type=Refusal)
         except msgspec.MsgspecError:
-            return LearnerRefused(f"learner.url {self.url} is not a learner service: it answered with status {status}")
+            return LearnerServiceError(
+                f"learner.url {self.url} is not a learner service: it answered with status {status}"
+            )
         return made_error(refusal.error, f"the learner at {self.url} refuses: {refusal.message}")
 
 
@@ -559,7 +563,7 @@ class LearnerAccess:
         self._granted, self._other = status.instance, None
 
     def _take(self, status: LearnerStatus) -> bool:
-        """Return whether this learner has the base model's lease. Raises LearnerTaken."""
+        """Return whether this learner has the base model's lease. Raises LearnerServiceError."""
         leases, name = self._store.leases, self._lease_name
         if leases.acquire(name, status.instance, self._lease_seconds):
             return True
@@ -573,7 +577,7 @@ class LearnerAccess:
         self._other = first
         self._pending = f"waiting to see whether the learner at {_address(holder.owner)} still trains this base model"
         if holder.owner == first[0] and holder.expires_at > first[1]:
-            raise LearnerTaken(
+            raise LearnerServiceError(
                 f"the base model is trained by the learner at {_address(holder.owner)}, and this is another one "
                 f"({_address(status.instance)}): set learner.url to the first, or stop it"
             )

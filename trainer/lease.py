@@ -18,7 +18,7 @@ from types import TracebackType
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.ids import moment, new_id
 from ratchet.store.store import Store
-from ratchet.trainer.errors import LeaseLost, LeaseTaken
+from ratchet.trainer.errors import TrainerError
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Lease:
         return True
 
     def claim(self, on_wait: Callable[[str], None] = lambda message: None) -> None:
-        """Take the lease; wait for a dead holder's to expire. Raises LeaseTaken if a live holder renews it.
+        """Take the lease; wait for a dead holder's to expire. Raises TrainerError if a live holder renews it.
 
         Calls `on_wait` with a message that names the holder.
         """
@@ -69,7 +69,7 @@ class Lease:
                 seen = f"{self._name} is held by {describe_owner(holder.owner)}"
                 on_wait(f"{seen}: waiting at most {self._seconds:g} s to see whether that process is alive")
             elif holder is not None and first is not None and holder.expires_at > first.expires_at:
-                raise LeaseTaken(
+                raise TrainerError(
                     f"{self._name} is held by {describe_owner(holder.owner)}, which is alive; stop it first"
                 )
             time.sleep(self._seconds / 50)
@@ -82,11 +82,11 @@ class Lease:
         return not self._lost.is_set()
 
     def check(self) -> None:
-        """Raise LeaseLost if another process took over, StoreUnavailable if the store does not answer."""
+        """Raise TrainerError if another process took over, StoreUnavailable if the store does not answer."""
         overdue = time.monotonic() - self._renewed_at > self._seconds
         if self._lost.is_set() or (overdue and not self._take()):
             self._lost.set()
-            raise LeaseLost(f"another process took the lease {self._name}; this one stops")
+            raise TrainerError(f"another process took the lease {self._name}; this one stops")
 
     def __enter__(self) -> Lease:
         return self

@@ -25,9 +25,6 @@ from ratchet.store.install_hint import install_hint
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Trajectory
 from ratchet.trainer.errors import (
-    MalformedTaskRow,
-    SplitNotFound,
-    TaskSetEmpty,
     TaskSetError,
     TaskSetNotFound,
     TuningError,
@@ -122,7 +119,7 @@ class TaskSet:
     ) -> Iterator[Task]:
         """Yield the tasks of a split, each once; `on_duplicate` hears the numbers of a row and of its repetition.
 
-        Raises SplitNotFound, MalformedTaskRow, TaskSetEmpty.
+        Raises TaskSetError.
         """
         self.check(split)
         return itertools.islice(self._tasks(split, on_duplicate), limit)
@@ -156,9 +153,9 @@ class TaskSet:
         return TaskSet(self.name, self.source, {TRAIN: rows, TEST: rows}, chosen)
 
     def check(self, split: str) -> None:
-        """Raise SplitNotFound where there is no such split."""
+        """Raise TaskSetError where there is no such split."""
         if split not in self._rows_of:
-            raise SplitNotFound(
+            raise TaskSetError(
                 f"task set {self.name} has no split {split!r}; it has {', '.join(self.splits())}"
                 + (f"; {_SPLIT_REMEDY}" if len(self._rows_of) == 1 else "")
             )
@@ -182,8 +179,8 @@ class TaskSet:
         if again:
             log.warning("event=duplicate_tasks set=%s split=%s rows=%d kept=%d", self.name, split, again, len(seen))
 
-    def _empty(self, split: str) -> TaskSetEmpty:
-        return TaskSetEmpty(f"task set {self.name}: split {split} of {self.source} holds no row")
+    def _empty(self, split: str) -> TaskSetError:
+        return TaskSetError(f"task set {self.name}: split {split} of {self.source} holds no row")
 
 
 def content_id(row: Mapping[str, Any]) -> str:
@@ -368,7 +365,7 @@ _UNREADABLE = (UnicodeDecodeError, OSError, EOFError, zlib.error)  # errors of r
 
 
 def read_rows(file: Path) -> Iterator[Numbered]:
-    """Yield (line, row) of a file; in Parquet files the line is the row's number. Raises MalformedTaskRow."""
+    """Yield (line, row) of a file; in Parquet files the line is the row's number. Raises TaskSetError."""
     return READERS[ending(file).removesuffix(_GZIP)](file)
 
 
@@ -382,13 +379,13 @@ def ending(file: Path) -> str:
 
 
 def checked(row: Any, where: str) -> Row:
-    """Return a row as a JSON object. Raises MalformedTaskRow."""
+    """Return a row as a JSON object. Raises TaskSetError."""
     if not isinstance(row, dict):
-        raise MalformedTaskRow(f'{where}: a row is an object, such as {{"question": ...}}, not {type(row).__name__}')
+        raise TaskSetError(f'{where}: a row is an object, such as {{"question": ...}}, not {type(row).__name__}')
     try:
         return {_text(str(key), "a key"): _plain(value, str(key), 1) for key, value in row.items()}
     except ValueError as error:
-        raise MalformedTaskRow(f"{where}: {error}") from error
+        raise TaskSetError(f"{where}: {error}") from error
 
 
 def _plain(value: Any, path: str, depth: int) -> Any:
@@ -455,7 +452,7 @@ def _elements(file: Path, text: TextIO) -> Iterator[Numbered]:
         try:
             piece = text.read(max(_CHUNK_CHARS, len(rest)))  # doubles while an element does not end
         except _UNREADABLE as error:
-            raise MalformedTaskRow(f"{file}, after line {line}: {_read_problem(error)}") from error
+            raise TaskSetError(f"{file}, after line {line}: {_read_problem(error)}") from error
         rest += piece
         while True:
             bare = rest.lstrip(" \t\r\n," if started else " \t\r\n")
@@ -471,14 +468,14 @@ def _elements(file: Path, text: TextIO) -> Iterator[Numbered]:
             except (ValueError, RecursionError) as error:
                 if piece and len(rest) <= _MAX_ROW_CHARS:
                     break  # the element may continue in the next piece
-                raise MalformedTaskRow(f"{file}, line {line}: {_json_problem(error)}") from error
+                raise TaskSetError(f"{file}, line {line}: {_json_problem(error)}") from error
             yield line, checked(row, f"{file}, line {line}")
             line += rest.count("\n", 0, end)
             rest = rest[end:]
         if rest[:1] == "]":
             return
         if not piece:
-            raise MalformedTaskRow(f"{file}, line {line}: the list does not end; the file is cut off")
+            raise TaskSetError(f"{file}, line {line}: the list does not end; the file is cut off")
 
 
 def _csv(file: Path) -> Iterator[Numbered]:
@@ -487,14 +484,14 @@ def _csv(file: Path) -> Iterator[Numbered]:
         rows = csv.reader(text, strict=True)
         header = _record(file, rows) or []
         if len(set(header)) < len(header) or not all(header):
-            raise MalformedTaskRow(f"{file}, line 1: the header must name every column once, it is {header}")
+            raise TaskSetError(f"{file}, line 1: the header must name every column once, it is {header}")
         while True:
             line = rows.line_num + 1  # first line of the row, which may contain line breaks
             row = _record(file, rows)
             if row is None:
                 return
             if row and len(row) != len(header):
-                raise MalformedTaskRow(f"{file}, line {line}: {len(row)} fields, the header has {len(header)}")
+                raise TaskSetError(f"{file}, line {line}: {len(row)} fields, the header has {len(header)}")
             if row:
                 yield line, dict(zip(header, row, strict=True))
 
@@ -504,7 +501,7 @@ def _record(file: Path, rows: Any) -> list[str] | None:
     try:
         record: list[str] | None = next(rows, None)
     except (csv.Error, *_UNREADABLE) as error:
-        raise MalformedTaskRow(f"{file}, line {line}: {_read_problem(error)}") from error
+        raise TaskSetError(f"{file}, line {line}: {_read_problem(error)}") from error
     return record
 
 
@@ -529,7 +526,7 @@ def _parquet(file: Path) -> Iterator[Numbered]:
                     number += 1
                     yield number, checked(row, f"{file}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
-        raise MalformedTaskRow(f"{file}, after row {number}: {error}") from error
+        raise TaskSetError(f"{file}, after row {number}: {error}") from error
 
 
 def _open(file: Path) -> TextIO:
@@ -547,9 +544,9 @@ def _lines(file: Path, text: TextIO) -> Iterator[tuple[int, str]]:
         try:
             line = text.readline(_MAX_ROW_CHARS + 1)
         except _UNREADABLE as error:
-            raise MalformedTaskRow(f"{file}, line {number} or just after it: {_read_problem(error)}") from error
+            raise TaskSetError(f"{file}, line {number} or just after it: {_read_problem(error)}") from error
         if len(line) > _MAX_ROW_CHARS:
-            raise MalformedTaskRow(f"{file}, line {number}: longer than {_MAX_ROW_CHARS:,} characters")
+            raise TaskSetError(f"{file}, line {number}: longer than {_MAX_ROW_CHARS:,} characters")
         if not line:
             return
         yield number, line
@@ -565,7 +562,7 @@ def _parsed(line: str, where: str) -> Any:
     try:
         return json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise MalformedTaskRow(f"{where}: {_json_problem(error)}") from error
+        raise TaskSetError(f"{where}: {_json_problem(error)}") from error
 
 
 def _no_constant(name: str) -> Any:

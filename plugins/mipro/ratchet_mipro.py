@@ -23,7 +23,7 @@ import dspy
 import optuna
 from dspy.lm15 import Message, Request, Response, Usage
 
-from ratchet.trainer.errors import ReflectionUnavailable, SetAside, Unjudged
+from ratchet.trainer.errors import SetAside, TuningError, Unjudged
 from ratchet.tuner.prompts.optimizer import Evaluate, Reflection, Search, unwrap_errors, wrap_errors
 
 _MAX_CANDIDATES: Final = 10
@@ -137,7 +137,7 @@ class _Engine:
             try:
                 text = self._reflection.chat(messages, request.config.temperature)
             except SetAside as unanswered:
-                raise ReflectionUnavailable(f"the reflection model (tuner.reflection): {unanswered}") from unanswered
+                raise TuningError(f"the reflection model (tuner.reflection): {unanswered}") from unanswered
         usage = Usage(input_tokens=0, output_tokens=0, total_tokens=0)  # the reflection model counts tokens
         answer = Message.assistant(text)
         return Response(id=None, model=request.model, message=answer, finish_reason="stop", usage=usage)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from ratchet.proxy.errors import NotReady, StartError
+from ratchet.proxy.errors import NotReady, ProxyError
 from ratchet.proxy.journal.preallocation import SegmentPreallocator, adopt_segment
 from ratchet.proxy.journal.segments import (
     MAGIC,
@@ -107,7 +107,7 @@ class Journal:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Lock the folder and start writing. Raises StartError if it is unusable or belongs to another proxy."""
+        """Lock the folder and start writing. Raises ProxyError if it is unusable or belongs to another proxy."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -115,11 +115,11 @@ class Journal:
             adopt_segment(self.folder, segment_path(self.folder, self._next_first_segment()))
             ends = {number: records_end(segment_path(self.folder, number)) for number in segment_numbers(self.folder)}
         except BlockingIOError:
-            raise StartError(
+            raise ProxyError(
                 f"journal {self.folder} is in use by another proxy: give this one another --journal folder"
             ) from None
         except OSError as error:
-            raise StartError(
+            raise ProxyError(
                 f"journal {self.folder} cannot be used: {error}; give a writable --journal folder"
             ) from error
         self._segments = {number: SegmentContent(0, end) for number, end in ends.items()}

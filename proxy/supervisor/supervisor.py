@@ -30,7 +30,7 @@ from typing import Any
 
 import ratchet
 from ratchet.proxy import server
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.roles import CoordinatorRole, Role, WorkerRole, session_name
 from ratchet.proxy.settings import ProxySettings, listen_address
 from ratchet.proxy.supervisor.child_messages import Listening, SetAgents, Start, StartFailed, WorkerDied
@@ -174,7 +174,7 @@ class WorkerSupervisor:
         on_listening: Callable[[str], None] | None,
         follow_agents: Callable[[server.SetAgents], None] | None,
     ) -> int:
-        """Run until a signal; return the exit status. Raises StartError if a process cannot start."""
+        """Run until a signal; return the exit status. Raises ProxyError if a process cannot start."""
         with _Wakeups(self._on_signal) as wakeups:
             try:
                 for child in self._children.values():
@@ -190,7 +190,7 @@ class WorkerSupervisor:
             finally:
                 self._stop(wakeups.reader)
         if self._failure is not None:
-            raise StartError(self._failure)
+            raise ProxyError(self._failure)
         log.info("event=stopped url=%s", self.url)
         return 0
 

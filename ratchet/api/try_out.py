@@ -24,7 +24,7 @@ from ratchet.store.states import TrajectoryState
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.errors import JudgeError, JudgeFailed, MalformedTaskRow, WorkflowError, WorkflowFailed
+from ratchet.trainer.errors import JudgeError, TaskSetError, WorkflowError, WorkflowFailed
 from ratchet.trainer.settings.judge_specs import FunctionSpec, read_spec
 from ratchet.trainer.tasks import content_id
 from ratchet.trainer.user_code.entry_points import ModelServer
@@ -152,7 +152,7 @@ async def try_judge_async(
 
 def _row(task: Any) -> dict[str, Any]:
     if not isinstance(task, Mapping):
-        raise MalformedTaskRow(
+        raise TaskSetError(
             f"task is {task!r:.100}: give a task's row, a mapping such as {{'question': ...}}; `ratchet.Tasks(...)` "
             "yields rows"
         )
@@ -216,7 +216,7 @@ async def _run(workflow: Workflow, row: dict[str, Any], **given: Any) -> Workflo
 
 def _reward(output: WorkflowOutput) -> Judgement:
     if output.reward is None:
-        raise JudgeFailed("judge is None, and the workflow returned no reward: give a judge, or return WorkflowOutput")
+        raise JudgeError("judge is None, and the workflow returned no reward: give a judge, or return WorkflowOutput")
     return Judgement(output.reward)
 
 
@@ -229,7 +229,7 @@ def _judge(
 
 def _judgement(judge: Judge, verdict: Verdict) -> Judgement:
     if verdict.score is None:
-        raise JudgeFailed(f"judge {judge.name}: {verdict.failure}")
+        raise JudgeError(f"judge {judge.name}: {verdict.failure}")
     return Judgement(verdict.score, dict(verdict.components), verdict.explanation)
 
 

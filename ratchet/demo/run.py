@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.demo import pretrained_model, report
-from ratchet.errors import DemoFailed
+from ratchet.errors import CliError
 from ratchet.settings.load_settings import known_keys, load, setting_variables
 from ratchet.settings.project_settings import SECRETS, Settings
 from ratchet.settings.setting_errors import type_of_key
@@ -225,7 +225,7 @@ class Demo:
                 process.terminate()
                 raise
         if process.returncode:
-            raise DemoFailed(f"the agent ended with exit code {process.returncode}: {' '.join(command)}")
+            raise CliError(f"the agent ended with exit code {process.returncode}: {' '.join(command)}")
 
     def _figures(self) -> dict[str, Any]:
         settings = self._settings

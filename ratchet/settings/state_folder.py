@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet.errors import DiskFull
+from ratchet.errors import CliError
 
 SERVICES = ("vllm", "proxy", "learner", "trainer")
 
@@ -98,7 +98,7 @@ class StateFolder:
         return self.root / "run" / "up.lock"
 
     def make(self, *, min_free_disk_mb: int) -> None:
-        """Create the folders. Raises DiskFull if this fails or fewer than `min_free_disk_mb` megabytes are free."""
+        """Create the folders. Raises CliError if this fails or fewer than `min_free_disk_mb` megabytes are free."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.root.chmod(0o700)
@@ -108,12 +108,12 @@ class StateFolder:
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free the disk, or set" if full else "set"
-            raise DiskFull(
+            raise CliError(
                 f"the state folder {self.root} cannot be created: {error.strerror} ({error.filename}); {remedy} "
                 "`state_dir` (RATCHET_STATE_DIR) to a folder that this user may write"
             ) from error
         if free < min_free_disk_mb * 1_000_000:
-            raise DiskFull(
+            raise CliError(
                 f"the disk of {self.root} has {free // 1_000_000} MB free, and {min_free_disk_mb} MB are required "
                 "(min_free_disk_mb): free the disk, or set `state_dir` to another folder"
             )

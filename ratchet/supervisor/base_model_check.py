@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ratchet.errors import BaseModelConflict
+from ratchet.errors import CliError
 from ratchet.settings.project_settings import Settings
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.records import BaseModel
@@ -26,7 +26,7 @@ _LARGE = 2_000_000_000  # bytes; reading more is announced
 def check_base_model(settings: Settings, store: Store, note: Callable[[str], None], *, serves: bool = False) -> bool:
     """Compare the base model with each agent's in the store; return whether its files could be read.
 
-    `serves`: vLLM serves it already. Raises BaseModelConflict.
+    `serves`: vLLM serves it already. Raises CliError.
     """
     model = vllm_command.check_model(settings.base_model)
     folder = model_folder(model)
@@ -58,11 +58,11 @@ def _digests_of_all(
 def _check_agent(
     settings: Settings, store: Store, model: str, files: dict[str, str], note: Callable[[str], None], *, serves: bool
 ) -> None:
-    """Compare the base model's digests with those of one agent's. Raises BaseModelConflict."""
+    """Compare the base model's digests with those of one agent's. Raises CliError."""
     known = store.base_models.base_model_of(settings.model)
     if known is not None and (parts := known.differing_parts(files)):
         if not store.base_models.clear_base_model(settings.model):
-            raise BaseModelConflict(mismatch_message(settings, store, known, model, files, parts))
+            raise CliError(mismatch_message(settings, store, known, model, files, parts))
         note(f"base model of {settings.model}: {model} replaces {known.name}, which nothing has run on yet")
         known = None
     unrecorded = known is None and _has_history(settings, store)

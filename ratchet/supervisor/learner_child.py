@@ -33,7 +33,7 @@ def run_with_learner(settings: Settings, first: TrainerSettings, run: Callable[[
 def plan_learner_child(settings: Settings) -> LearnerCommand | None:
     """Return how the trainer starts its learner; None if `learner.url` names one.
 
-    Raises PortInUse if the port that the user set is in use.
+    Raises CliError if the port that the user set is in use.
     """
     process = settings.learner_process_settings()
     if process.url is not None:

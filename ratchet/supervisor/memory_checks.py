@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ratchet.errors import GpuMemoryTooLow
+from ratchet.errors import CliError
 from ratchet.settings.project_settings import Settings, parse_learner
 from ratchet.supervisor import vllm_command
 from ratchet.supervisor.adapter_slots import max_loras
@@ -37,7 +37,7 @@ class PlannedMemory:
 
 
 def plan_memory(settings: Settings) -> PlannedMemory:
-    """Return the settings with GPUs, and vLLM's share of its own. Raises GpuMemoryTooLow if the model cannot fit."""
+    """Return the settings with GPUs, and vLLM's share of its own. Raises CliError if the model cannot fit."""
     settings, notes = assign_gpus(settings)
     process = _learner_process(settings)
     serving = visible_gpus(settings.vllm.devices)[: settings.vllm.tensor_parallel_size]
@@ -54,7 +54,7 @@ def plan_memory(settings: Settings) -> PlannedMemory:
         planned = _with(settings, share, None, 1 - share if shared else None)
         return PlannedMemory(planned, (*notes, f"memory is not planned: {reason}"), shared=shared)
     except ModelDoesNotFit as error:
-        raise GpuMemoryTooLow(str(error)) from error
+        raise CliError(str(error)) from error
     share = split.gpu_memory_utilization
     planned = _with(settings, share, split.max_model_len, USABLE - share if shared and split.learner else None)
     return PlannedMemory(planned, (*notes, *_notes(settings, split, shared)), split.learner, shared)

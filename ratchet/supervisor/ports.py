@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ratchet.errors import PortInUse
+from ratchet.errors import CliError
 
 _TRIES = 200
 
@@ -72,7 +72,7 @@ def port_holder(port: int) -> Holder | None:
 def choose_port(name: str, setting: str, host: str, port: int, *, fixed: bool, taken: set[int]) -> int:
     """Return the port for a service: `port` if it is free, else the next free one unless the user set it.
 
-    0 takes any free port. `taken` are ports that other services of this project will use. Raises PortInUse, naming
+    0 takes any free port. `taken` are ports that other services of this project will use. Raises CliError, naming
     the process on the port.
     """
     if port == 0:
@@ -84,11 +84,11 @@ def choose_port(name: str, setting: str, host: str, port: int, *, fixed: bool, t
         reason = f"used by pid {owner.pid} ({owner.command[:200]})" if owner else "used by a process of another user"
         if port in taken:
             reason = "used by another service of this project"
-        raise PortInUse(f"{name}: port {port} is {reason}; stop it, or set {setting} to a free port")
+        raise CliError(f"{name}: port {port} is {reason}; stop it, or set {setting} to a free port")
     for candidate in range(port + 1, port + _TRIES):
         if candidate not in taken and is_free(host, candidate):
             return candidate
-    raise PortInUse(f"{name}: no free port from {port} to {port + _TRIES - 1}; set {setting} to a free port")
+    raise CliError(f"{name}: no free port from {port} to {port + _TRIES - 1}; set {setting} to a free port")
 
 
 def _any_free(host: str, taken: set[int]) -> int:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ratchet.errors import BaseModelNotFound, GpuMemoryTooLow, SettingsError
+from ratchet.errors import CliError, SettingsError
 from ratchet.settings.project_settings import Settings
 from ratchet.trainer.settings.learner_settings import VARIABLE
 
@@ -43,11 +43,11 @@ class Gpu:
 
 
 def check_gpu_memory(devices: str | None, share: float) -> None:
-    """Raise GpuMemoryTooLow if vLLM's first GPU has less free memory than `share` of it, naming the processes on it."""
+    """Raise CliError if vLLM's first GPU has less free memory than `share` of it, naming the processes on it."""
     gpu = next(iter(visible_gpus(devices)), None)
     if gpu is None or gpu.total - gpu.used >= share * gpu.total:
         return
-    raise GpuMemoryTooLow(
+    raise CliError(
         f"GPU {gpu.index} has {gpu.total - gpu.used:.0f} of {gpu.total:.0f} MiB free and vLLM takes {share:.0%} of it; "
         f"{_processes_on(gpu)}: end them, set vllm.devices to another GPU, or lower vllm.gpu_memory_utilization"
     )
@@ -103,7 +103,7 @@ def check_adapter_store(settings: Settings) -> None:
 
 
 def check_hub_model(name: str) -> None:
-    """Raise BaseModelNotFound, with the remedy, if neither the local hub cache nor the hub has a model of this name.
+    """Raise CliError, with the remedy, if neither the local hub cache nor the hub has a model of this name.
 
     The hub is asked once for config.json. HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN and HF_HOME apply.
     """
@@ -117,13 +117,13 @@ def check_hub_model(name: str) -> None:
             return
     except HFValidationError as error:
         reason = " ".join(str(error).split())
-        raise BaseModelNotFound(f"base model {name}: neither a folder nor a hub name: {reason}") from error
+        raise CliError(f"base model {name}: neither a folder nor a hub name: {reason}") from error
     if constants.HF_HUB_OFFLINE:
         problem = "not in the local hub cache, and HF_HUB_OFFLINE is set: download it, or name a folder"
     else:
         problem = _ask_hub(name, constants.ENDPOINT)
     if problem:
-        raise BaseModelNotFound(f"base model {name}: no such folder; as a hub name it is {problem}")
+        raise CliError(f"base model {name}: no such folder; as a hub name it is {problem}")
 
 
 def _ask_hub(name: str, hub: str) -> str:

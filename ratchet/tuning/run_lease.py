@@ -33,7 +33,7 @@ class RunLease:
         self._lease: Lease | None = None
 
     def check(self) -> None:
-        """Raise LeaseLost if another process has the run, RunCancelled if the caller cancelled it."""
+        """Raise TrainerError if another process has the run, RunCancelled if the caller cancelled it."""
         if self._lease is not None:
             self._lease.check()
         self._caller.check()
@@ -44,7 +44,7 @@ class RunLease:
 
     @contextmanager
     def acquire(self, run: str, *, resume: bool = False, resumable: bool = True) -> Iterator[Tuning]:
-        """Acquire the lease of a run, and resume it if asked. Raises LeaseTaken, InvalidTransition, RecordNotFound.
+        """Acquire the lease of a run, and resume it if asked. Raises TrainerError, InvalidTransition, RecordNotFound.
 
         `resumable`: say how to resume it if it ends early.
         """

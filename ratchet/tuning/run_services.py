@@ -33,7 +33,7 @@ def run_services(
     models  those that serve the rollouts, as `model_list` or an agent's versions are named
     check   called before anything is started; raises what would end the run later
 
-    Raises InvalidArgument if nothing runs and the models need a base model that is not set; CliError and StartError if
+    Raises InvalidArgument if nothing runs and the models need a base model that is not set; CliError and ProxyError if
     the services cannot be started.
     """
     running = read_run_state(settings.state)

@@ -17,7 +17,7 @@ from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.store.states import RolloutState, TuningState
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.errors import EvaluationStopped, TuningError
+from ratchet.trainer.errors import TrainerError, TuningError
 from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
 from tests.harness.proxy.running_proxy import running
@@ -123,9 +123,9 @@ async def test_an_evaluation_that_was_cut_off_goes_on_where_it_was(
         nonlocal started
         started += 1
         if started > 20:
-            raise EvaluationStopped("the trainer ends")
+            raise TrainerError("the trainer ends")
 
-    with pytest.raises(EvaluationStopped):
+    with pytest.raises(TrainerError):
         await asyncio.to_thread(evaluate, store, evaluator(evaluation_concurrency=2), kill)
     (run,) = store.tunings.page("eval")
     done = {one.id for one in store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}

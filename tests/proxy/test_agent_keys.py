@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.coordinator.keys.key_cache import check_host_has_keys
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
@@ -162,7 +162,7 @@ def test_a_key_is_rejected_from_its_expiry_on(start: Start, store: Store) -> Non
 def test_a_proxy_for_other_machines_needs_a_key_that_is_valid(store: Store) -> None:
     settings = ProxySettings(**VALUES, model="agent", host="0.0.0.0")
     made(store, expires_at=time.time() - 60)
-    with pytest.raises(StartError, match="there is no API key"):
+    with pytest.raises(ProxyError, match="there is no API key"):
         check_host_has_keys(settings, store.keys.all())
     made(store, expires_at=time.time() + 60)
     check_host_has_keys(settings, store.keys.all())

@@ -13,7 +13,7 @@ import pytest
 
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, InProcessWriter, SegmentRange, WriteResult
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.journal.journal import ALARM, Journal
 from ratchet.proxy.journal.segments import (
     MAGIC,
@@ -223,7 +223,7 @@ async def test_records_under_a_blanks_first_name_are_shipped(journal: Open, stor
 
 async def test_one_folder_belongs_to_one_proxy(journal: Open) -> None:
     await journal().start()
-    with pytest.raises(StartError, match="another --journal folder"):
+    with pytest.raises(ProxyError, match="another --journal folder"):
         await journal().start()
 
 

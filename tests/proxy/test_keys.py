@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from ratchet.proxy.api_keys import hash_key, new_key
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.server import serve
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.db.engine import connect
@@ -127,14 +127,14 @@ def reachable(tmp_path: Path) -> ProxySettings:
 
 
 def test_a_reachable_host_without_any_key_is_refused(reachable: ProxySettings) -> None:
-    with pytest.raises(StartError, match="ratchet keys create") as refused:
+    with pytest.raises(ProxyError, match="ratchet keys create") as refused:
         serve(reachable)
     assert "RATCHET_API_KEYS" in str(refused.value)
 
 
 def test_an_operators_key_alone_is_not_enough_for_a_reachable_host(reachable: ProxySettings, store: Store) -> None:
     made(store, KeyScope.OPERATOR)
-    with pytest.raises(StartError, match="there is no API key"):
+    with pytest.raises(ProxyError, match="there is no API key"):
         serve(reachable)
 
 

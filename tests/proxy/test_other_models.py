@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.model_list import ModelEntry
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.records import Call
@@ -267,7 +267,7 @@ def test_a_key_is_read_from_its_variable_and_never_shown(start: Start) -> None:
     read = settings(entry("http://h"), environ={"K": KEY})
     assert read.model_keys["K"].get_secret_value() == KEY
     assert KEY not in repr(read) + str(read.model_dump(mode="json"))
-    with pytest.raises(StartError, match="from the variable K, which is not set"):
+    with pytest.raises(ProxyError, match="from the variable K, which is not set"):
         start(model_list=[entry("http://h")])
 
 

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.proxy.api_keys import hash_key
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.server import serve
 from ratchet.proxy.settings import ProxySettings, usable_cores, workers_for
 from tests.harness.proxy.running_proxy import Proxy, Start
@@ -202,7 +202,7 @@ def test_a_busy_port_is_an_error_with_the_remedy(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         values = VALUES | {"store": str(tmp_path / "s.db"), "journal": tmp_path / "j", "port": taken.getsockname()[1]}
-        with pytest.raises(StartError, match="another --port"):
+        with pytest.raises(ProxyError, match="another --port"):
             serve(ProxySettings(**values))
 
 

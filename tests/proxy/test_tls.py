@@ -15,7 +15,7 @@ import pytest
 import trustme
 from pydantic import ValidationError
 
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.server import serve
 from ratchet.proxy.settings import ProxySettings
 from ratchet.trainer.adapters.vllm_api import list_models
@@ -113,7 +113,7 @@ def test_a_pair_that_cannot_be_used_is_refused_with_its_file(
     authority: Authority, tmp_path: Path, change: Any, reason: str
 ) -> None:
     change(authority)
-    with pytest.raises(StartError, match=reason):
+    with pytest.raises(ProxyError, match=reason):
         serve(settings(tmp_path, tls_certificate=authority.certificate, tls_key=authority.key))
 
 

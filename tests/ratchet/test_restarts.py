@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ratchet.errors import ServiceExited, ServiceStartTimeout
+from ratchet.errors import CliError
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.restarts import RESTART_WINDOW_SECONDS, RestartBackoff, RestartManager
@@ -158,7 +158,7 @@ def test_a_service_that_is_not_ready_in_time_ends_the_start_with_the_end_of_its_
     never = replace(
         kept.service("vllm", "print('loading', flush=True);" + SLEEPS, lambda: False), start_timeout_seconds=0.5
     )
-    with pytest.raises(ServiceStartTimeout, match=r"vllm was not ready within 0 s(.|\n)*"):
+    with pytest.raises(CliError, match=r"vllm was not ready within 0 s(.|\n)*"):
         start_in_order(
             (never, kept.service("trainer", starts_after=("vllm",))), kept.start, lambda: None, kept.events.append
         )
@@ -195,7 +195,7 @@ def test_without_restarts_the_death_of_a_service_that_is_needed_ends_all(kept: K
     kept.add(name)
     upkeep = kept.upkeep(0)
     kept.end(0)
-    with pytest.raises(ServiceExited, match="was ended by SIGKILL; stopping the other services"):
+    with pytest.raises(CliError, match="was ended by SIGKILL; stopping the other services"):
         kept.turn(upkeep)
 
 

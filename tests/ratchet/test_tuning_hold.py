@@ -16,7 +16,7 @@ from ratchet.store.operation_records import Tuning
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store, open_store
 from ratchet.store.tuning import Tunings
-from ratchet.trainer.errors import LeaseLost
+from ratchet.trainer.errors import TrainerError
 from ratchet.tuning.run_lease import RunLease
 from tests.harness.cli.project import ROOT, Project
 
@@ -87,7 +87,7 @@ def test_a_process_that_lost_its_run_begins_nothing_more_and_writes_no_end(
 ) -> None:
     hold = RunLease(store)
     hold.check()
-    with pytest.raises(LeaseLost, match="another process took the lease"), hold.acquire(run):  # noqa: PT012
+    with pytest.raises(TrainerError, match="another process took the lease"), hold.acquire(run):  # noqa: PT012
         hold.check()
         (held,) = store.leases.holders("tuning:")
         store.leases.release(held.name, held.owner)
@@ -118,7 +118,7 @@ def test_a_run_that_is_under_way_is_refused_and_taken_over_once_its_process_is_d
         assert first.stdout.readline() == "has it\n"
         with _holding(project, run) as second:
             output, _ = second.communicate(timeout=120)
-        assert f"LeaseTaken: tuning:{run} is held by process {first.pid} on " in output
+        assert f"TrainerError: tuning:{run} is held by process {first.pid} on " in output
         assert ", since 20" in output
         first.kill()
         first.communicate(timeout=120)

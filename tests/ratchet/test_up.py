@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ratchet.errors import PortInUse
+from ratchet.errors import CliError
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile, ports, project_lock
 from ratchet.supervisor.leftover_processes import stop_leftover_processes
@@ -392,7 +392,7 @@ def test_a_default_port_that_is_busy_moves_to_the_next_free_one() -> None:
 def test_a_chosen_port_that_is_busy_names_pid_and_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         busy = server.getsockname()[1]
-        with pytest.raises(PortInUse, match=rf"vllm: port {busy} is used by pid {os.getpid()} .* set vllm.port"):
+        with pytest.raises(CliError, match=rf"vllm: port {busy} is used by pid {os.getpid()} .* set vllm.port"):
             ports.choose_port("vllm", "vllm.port", "127.0.0.1", busy, fixed=True, taken=set())
 
 
@@ -400,7 +400,7 @@ def test_two_services_never_get_the_same_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1] + 1
     assert ports.choose_port("vllm", "vllm.port", "127.0.0.1", free, fixed=False, taken={free}) != free
-    with pytest.raises(PortInUse, match="another service"):
+    with pytest.raises(CliError, match="another service"):
         ports.choose_port("vllm", "vllm.port", "127.0.0.1", free, fixed=True, taken={free})
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.errors import BaseModelNotFound, SettingsError, VllmNotFound
+from ratchet.errors import CliError, SettingsError
 from ratchet.settings.load_settings import load
 from ratchet.settings.project_settings import Settings
 from ratchet.supervisor import vllm_command
@@ -92,12 +92,12 @@ def test_the_error_for_an_invalid_model_folder_names_the_missing_file(
     project: Project, missing: str, message: str
 ) -> None:
     (project.folder / "model" / missing).unlink()
-    with pytest.raises(BaseModelNotFound, match=message):
+    with pytest.raises(CliError, match=message):
         vllm_command.check_model(str(project.folder / "model"))
 
 
 def test_a_missing_vllm_is_reported(project: Project) -> None:
-    with pytest.raises(VllmNotFound, match=r"vllm\.command: /nowhere/vllm was not found"):
+    with pytest.raises(CliError, match=r"vllm\.command: /nowhere/vllm was not found"):
         vllm_command.check_installed(settings(str(project.folder / "model"), command=("/nowhere/vllm",)))
 
 
@@ -105,7 +105,7 @@ def test_a_missing_vllm_is_reported(project: Project) -> None:
 def test_what_looks_like_a_path_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    with pytest.raises(BaseModelNotFound, match="no such folder: /"):
+    with pytest.raises(CliError, match="no such folder: /"):
         vllm_command.check_model(name)
     assert vllm_command.check_model("other/mine") == "other/mine"
 

@@ -1,4 +1,4 @@
-"""What releases are decided on and what is told about them: outcomes in order, status, versions that are unproven."""
+"""What releases are decided on, and what is reported: outcomes in order, status, versions that are unproven."""
 
 from __future__ import annotations
 

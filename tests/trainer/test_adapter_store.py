@@ -17,11 +17,9 @@ from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.adapter_store import AdapterStore, amplified, weights_checksum
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files as adapter_files
 from ratchet.trainer.errors import (
-    AdapterStoreRefused,
     AdapterStoreUnreachable,
     CheckpointDamaged,
-    CheckpointExists,
-    CheckpointUnwritable,
+    CheckpointError,
     TrainerError,
 )
 from tests.harness.ports import free_port
@@ -93,7 +91,7 @@ def test_what_is_published_is_fetched_by_another_machine(
 
 def test_a_published_version_is_never_overwritten(adapters: AdapterStore, tmp_path: Path) -> None:
     adapters.publish(saved(tmp_path / "a"), f"{ROOT}/0001")
-    with pytest.raises(CheckpointExists, match="save under a new number"):
+    with pytest.raises(CheckpointError, match="save under a new number"):
         adapters.publish(saved(tmp_path / "b", b"another"), f"{ROOT}/0001")
 
 
@@ -208,13 +206,13 @@ def refused(adapters: AdapterStore, root: str, expected: type[TrainerError], wor
 def test_a_store_that_cannot_be_used_says_why(
     adapters: AdapterStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    refused(adapters, "s3://nobody/x", AdapterStoreRefused, "it does not exist: create the bucket")
-    refused(adapters, "gs://bucket/x", AdapterStoreRefused, r"gs:// is not installed: .*'\.\[gs\]'")
-    refused(adapters, "xx://bucket/x", AdapterStoreRefused, "use a folder, s3:// or gs://")
+    refused(adapters, "s3://nobody/x", CheckpointError, "it does not exist: create the bucket")
+    refused(adapters, "gs://bucket/x", CheckpointError, r"gs:// is not installed: .*'\.\[gs\]'")
+    refused(adapters, "xx://bucket/x", CheckpointError, "use a folder, s3:// or gs://")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     forget_connections()
-    refused(adapters, ROOT, AdapterStoreRefused, "set AWS_ACCESS_KEY_ID")
+    refused(adapters, ROOT, CheckpointError, "set AWS_ACCESS_KEY_ID")
 
 
 def test_a_store_that_is_away_may_come_back(
@@ -235,8 +233,8 @@ def test_a_store_that_is_away_may_come_back(
 @pytest.mark.parametrize(
     ("status", "code", "expected", "words"),
     [
-        (403, "AccessDenied", AdapterStoreRefused, "access denied: the credentials must allow"),
-        (507, "XMinioStorageFull", CheckpointUnwritable, "is full: free space"),
+        (403, "AccessDenied", CheckpointError, "access denied: the credentials must allow"),
+        (507, "XMinioStorageFull", CheckpointError, "is full: free space"),
     ],
 )
 def test_a_read_only_and_a_full_store_leave_the_local_version_whole(

@@ -17,7 +17,7 @@ from ratchet.trainer.controller.advantages import (
     scale_over_round,
     single_advantage,
 )
-from ratchet.trainer.errors import ScoreError, TuningError
+from ratchet.trainer.errors import TrainerError, TuningError
 from ratchet.trainer.learner.policy_loss import whiten
 from ratchet.trainer.settings.objectives import BUILT_IN, DEFAULT_ESTIMATOR
 from ratchet.trainer.statistics import has_signal, holm, sign_flip_p
@@ -47,7 +47,7 @@ def test_a_group_without_variance_has_no_signal_and_zero_advantages(scores: list
 
 
 def test_a_score_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(ScoreError, match="not all finite"):
+    with pytest.raises(TrainerError, match="not all finite"):
         group_advantages([0.1, math.nan])
 
 

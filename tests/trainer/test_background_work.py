@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.trainer.controller.background_work import BackgroundWork
 from ratchet.trainer.controller_service.look_pacing import LookPacing
-from ratchet.trainer.errors import UserCodeExited
+from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.user_code.exit_guard import guarded_task
 
 SECONDS = 60.0
@@ -72,7 +72,7 @@ async def _leave() -> None:
 def test_a_task_that_exits_has_failed() -> None:
     async def main() -> None:
         asyncio.get_running_loop().set_task_factory(guarded_task)
-        with pytest.raises(UserCodeExited, match=r"sys.exit\(3\)"):
+        with pytest.raises(TrainerError, match=r"sys.exit\(3\)"):
             await asyncio.create_task(_leave())
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ import pytest
 from ratchet.store.records import PastScore, Policy
 from ratchet.store.states import PolicyState
 from ratchet.trainer.adapters import checkpoint
-from ratchet.trainer.errors import CheckpointExists, CheckpointUnwritable
+from ratchet.trainer.errors import CheckpointError
 from ratchet.trainer.release.release_controller import best_first, retained
 
 DEAD_PID = 4_194_305  # above the kernel's largest process id
@@ -60,7 +60,7 @@ def test_a_full_disk_leaves_nothing_and_names_path_and_free_bytes(tmp_path: Path
         with Path("/dev/full").open("wb", buffering=0) as file:
             file.write(b"1")
 
-    with pytest.raises(CheckpointUnwritable, match=r"0001 was not written: No space left on device, \d+ bytes free"):
+    with pytest.raises(CheckpointError, match=r"0001 was not written: No space left on device, \d+ bytes free"):
         checkpoint.write_atomically(tmp_path / "0001", write_to_a_full_disk)
     assert os.listdir(tmp_path) == []
 
@@ -79,7 +79,7 @@ def test_a_killed_writer_leaves_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_taken_folder_is_never_overwritten(tmp_path: Path) -> None:
     checkpoint.write_atomically(tmp_path / "0001", write_a_file)
-    with pytest.raises(CheckpointExists, match="never overwritten"):
+    with pytest.raises(CheckpointError, match="never overwritten"):
         checkpoint.write_atomically(tmp_path / "0001", lambda folder: None)
     assert checkpoint.complete(tmp_path / "0001")
 

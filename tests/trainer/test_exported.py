@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ratchet.store.store import Store
-from ratchet.trainer.errors import CheckpointDamaged, CheckpointExists
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointError
 from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.merged_model import export_adapter, export_merged
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -79,7 +79,7 @@ def test_an_export_is_whole_or_not_there(tiny_model: Path, adapter: Path, tmp_pa
     assert not (tmp_path / "merged").exists()
     export_adapter(adapter, tmp_path / "alone", "card")
     assert (tmp_path / "alone" / "README.md").read_text() == "card"
-    with pytest.raises(CheckpointExists):
+    with pytest.raises(CheckpointError):
         export_adapter(adapter, tmp_path / "alone", "card")
 
 

@@ -16,7 +16,7 @@ from ratchet.store.store import Store
 from ratchet.store.verify import verify
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.adapter_store import AdapterStore
-from ratchet.trainer.errors import CheckpointMismatch, SettingError
+from ratchet.trainer.errors import CheckpointError, SettingError
 from ratchet.trainer.release.candidates import Fork, ForkTarget, fork
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.s3 import BUCKET, S3Server
@@ -139,7 +139,7 @@ def test_what_cannot_be_forked_is_refused_and_nothing_is_copied(
     refused(SettingError, "a version of agent already: to go back to it", replace(target, alias="agent"))
     refused(RecordNotFound, "no-such-agent is no agent of this store", replace(target, alias="no-such-agent"))
     other = replace(target, learner=replace(SETTINGS, lora_alpha=64))
-    refused(CheckpointMismatch, "lora_alpha 16, and learner.lora_alpha of a-new-one is 64: set it to 16", other)
+    refused(CheckpointError, "lora_alpha 16, and learner.lora_alpha of a-new-one is 64: set it to 16", other)
     store.rounds.start("a-new-one", 0)
     with pytest.raises(InvalidTransition, match="a round of a-new-one is open: try again"):
         copied(store, target, tmp_path)

@@ -16,7 +16,7 @@ from ratchet import __version__
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters import checkpoint
-from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch, SettingError
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointError, SettingError
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner_api import OpenRequest
 from ratchet.trainer.learner_service.operations import AgentOperations, AgentSessions
@@ -122,7 +122,7 @@ def test_another_adapter_is_refused_with_the_remedy(
     host.open("mail", PLAIN, None)
     rows = build_rows(2, seed=9)
     before = host.score("mail", rows)
-    with pytest.raises(CheckpointMismatch, match=message):
+    with pytest.raises(CheckpointError, match=message):
         host.open("mail", replace(PLAIN, init_adapter=str(folder)), None)
     assert host.score("mail", rows) == before
 
@@ -137,11 +137,11 @@ def test_an_adapter_of_a_model_of_another_shape_is_refused_with_the_layer(
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     narrow = weights | {name: weights[name][:, :32].contiguous()}
     (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(narrow))
-    with pytest.raises(CheckpointMismatch, match=r"has model.layers.1.self_attn.q_proj.lora_A of shape \(8, 32\), and"):
+    with pytest.raises(CheckpointError, match=r"has model.layers.1.self_attn.q_proj.lora_A of shape \(8, 32\), and"):
         host.open("mail", replace(PLAIN, init_adapter=str(folder)), None)
     more = weights | {name.replace("layers.1", "layers.2"): weights[name].clone()}
     (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(more))
-    with pytest.raises(CheckpointMismatch, match=r"adapts model.layers.2.self_attn.q_proj.lora_A, which the learner"):
+    with pytest.raises(CheckpointError, match=r"adapts model.layers.2.self_attn.q_proj.lora_A, which the learner"):
         host.open("mail", replace(PLAIN, init_adapter=str(folder)), None)
     (folder / "adapter_model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CheckpointDamaged, match="has no readable adapter"):

@@ -20,10 +20,9 @@ from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.adapter_store import amplified
 from ratchet.trainer.errors import (
     CheckpointDamaged,
-    CheckpointMismatch,
-    ModelNotFound,
+    CheckpointError,
+    ModelError,
     NoLearningSignal,
-    NotAModel,
     RowError,
     SettingError,
     TrainerError,
@@ -211,7 +210,7 @@ def test_a_checkpoint_of_another_adapter_is_refused(
 ) -> None:
     make_learner().save(tmp_path / "0001")
     (setting,) = other
-    with pytest.raises(CheckpointMismatch, match=f"trained with {setting} .* set {setting} back"):
+    with pytest.raises(CheckpointError, match=f"trained with {setting} .* set {setting} back"):
         make_learner(replace(SETTINGS, **other), resume_from=tmp_path / "0001")
 
 
@@ -340,12 +339,12 @@ def test_layers_that_the_model_does_not_have_are_refused(make_learner: LearnerMa
 
 
 def test_a_missing_model_and_a_folder_without_one_are_different_errors(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="absent does not exist: give a folder"):
+    with pytest.raises(ModelError, match="absent does not exist: give a folder"):
         Learner(str(tmp_path / "absent"), SETTINGS)
-    with pytest.raises(NotAModel, match=r"is not a model: it has no config\.json"):
+    with pytest.raises(ModelError, match=r"is not a model: it has no config\.json"):
         Learner(str(tmp_path), SETTINGS)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(NotAModel, match="cannot be read as a causal language model"):
+    with pytest.raises(ModelError, match="cannot be read as a causal language model"):
         Learner(str(tmp_path), SETTINGS)
 
 
@@ -405,5 +404,5 @@ def test_a_learner_writes_nothing_outside_its_folders(tiny_model: Path, tmp_path
 
 
 def test_every_refusal_is_one_tree() -> None:
-    refusals = (CheckpointDamaged, CheckpointMismatch, NoLearningSignal, NotAModel, ModelNotFound, RowError)
+    refusals = (CheckpointDamaged, CheckpointError, NoLearningSignal, ModelError, RowError)
     assert all(issubclass(refusal, TrainerError) for refusal in refusals)

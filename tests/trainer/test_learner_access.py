@@ -17,7 +17,7 @@ import pytest
 
 from ratchet.store.store import Store
 from ratchet.supervisor import process_guard
-from ratchet.trainer.errors import LearnerRefused, LearnerTaken, LearnerUnreachable
+from ratchet.trainer.errors import LearnerServiceError, LearnerUnreachable
 from ratchet.trainer.learner_api import TOKEN_VARIABLE
 from ratchet.trainer.learner_client import UNREACHABLE, LearnerAccess, LearnerCommand
 from ratchet.trainer.rows.token_row import TokenRow
@@ -154,10 +154,10 @@ def test_a_second_learner_of_a_base_model_is_refused_with_the_address_of_the_fir
         with scripted_service(ScriptedHost(), instance="there:2:other") as other:
             refused = reach(other.url)
             eventually(lambda: refused.failure)
-            assert isinstance(refused.failure, LearnerTaken)
+            assert isinstance(refused.failure, LearnerServiceError)
             assert "the learner at here:1," in str(refused.failure)
             assert "set learner.url to the first" in str(refused.failure)
-            with pytest.raises(LearnerTaken):
+            with pytest.raises(LearnerServiceError):
                 refused.check()
             refused.close()
         assert is_usable(first)
@@ -190,7 +190,7 @@ def test_a_wrong_token_ends_the_trainer_and_a_learner_that_does_not_answer_is_an
     with scripted_service(ScriptedHost()) as connection:
         access = reach(connection.url, token="wrong")
         eventually(lambda: access.failure)
-        assert isinstance(access.failure, LearnerRefused)
+        assert isinstance(access.failure, LearnerServiceError)
         assert TOKEN_VARIABLE in str(access.failure)
     silent = reach(f"http://127.0.0.1:{free_port()}")
     eventually(lambda: "does not answer" in silent._pending)

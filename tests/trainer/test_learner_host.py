@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratchet.trainer.errors import CheckpointDamaged, LearnerRefused, NoLearningSignal, SettingError
+from ratchet.trainer.errors import CheckpointDamaged, LearnerServiceError, NoLearningSignal, SettingError
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner_api import ModelLimits, RoundReport, unfit
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
@@ -107,11 +107,11 @@ def addresses(host: LearnerHost) -> list[int]:
 def test_an_agent_cannot_have_another_adapter_shape_and_must_be_open(host: LearnerHost) -> None:
     with pytest.raises(SettingError, match="lora_r cannot change while the learner runs"):
         host.open("mail", replace(MAIL, lora_r=4), None)
-    with pytest.raises(LearnerRefused, match="no agent 'mail'"):
+    with pytest.raises(LearnerServiceError, match="no agent 'mail'"):
         host.score("mail", build_rows(1))
     host.open("mail", MAIL, None)
     host.close("mail")
-    with pytest.raises(LearnerRefused, match="no agent 'mail'"):
+    with pytest.raises(LearnerServiceError, match="no agent 'mail'"):
         host.train_round("mail", build_rows(1))
 
 

@@ -14,7 +14,6 @@ import pytest
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import (
     CheckpointDamaged,
-    LearnerRefused,
     LearnerServiceError,
     LearnerUnreachable,
     NoLearningSignal,
@@ -254,22 +253,22 @@ def test_agents_take_turns_by_compute_time_although_one_has_long_rounds(host: Sc
 def test_refusals_name_the_remedy(
     connect: Connect, host: ScriptedHost, connection: LearnerConnection, tmp_path: Path
 ) -> None:
-    with pytest.raises(LearnerRefused, match="RATCHET_LEARNER_TOKEN"):
+    with pytest.raises(LearnerServiceError, match="RATCHET_LEARNER_TOKEN"):
         learner_of(connect(connection.url, "wrong")).score([(1,)])
-    with pytest.raises(LearnerRefused, match="RATCHET_LEARNER_TOKEN"):
+    with pytest.raises(LearnerServiceError, match="RATCHET_LEARNER_TOKEN"):
         connect(connection.url).status()
     other = LearnerAgent("mail", 1.0, {"weights": "of another", "config": "x"})
-    with pytest.raises(LearnerRefused, match="another base model \\(base\\): weights differ"):
+    with pytest.raises(LearnerServiceError, match="another base model \\(base\\): weights differ"):
         RemoteLearner(connection, other, SETTINGS).score([(1,)])
-    with pytest.raises(LearnerRefused, match=r"learner\.max_body_mb"):
+    with pytest.raises(LearnerServiceError, match=r"learner\.max_body_mb"):
         learner_of(connection).train_round([row(f"t{'x' * 60_000}{number}") for number in range(20)])
-    with pytest.raises(LearnerRefused, match="no verb 'merge'"):
+    with pytest.raises(LearnerServiceError, match="no verb 'merge'"):
         connection.post(f"/v1/sessions/{learner_of(connection)._opened()}/merge", None)
-    with pytest.raises(LearnerRefused, match="not an absolute path"):
+    with pytest.raises(LearnerServiceError, match="not an absolute path"):
         connection.post(
             f"/v1/sessions/{learner_of(connection)._opened()}/save", {"revision": 0, "target": "/tmp/../etc"}
         )
-    with pytest.raises(LearnerRefused, match="does not understand the request"):
+    with pytest.raises(LearnerServiceError, match="does not understand the request"):
         connection.post(f"/v1/sessions/{learner_of(connection)._opened()}/train", {"rows": 3})
     assert not any(verb == "train" for _, verb in host.ran)
 
@@ -278,7 +277,7 @@ def test_checkpoints_are_written_only_where_the_learner_may(host: ScriptedHost, 
     with scripted_service(host, tmp_path / "mine") as connection:
         learner = learner_of(connection)
         learner.save(tmp_path / "mine" / "0001")
-        with pytest.raises(LearnerRefused, match="outside of"):
+        with pytest.raises(LearnerServiceError, match="outside of"):
             learner.save(tmp_path / "theirs" / "0001")
 
 
@@ -298,16 +297,16 @@ def test_a_local_checkpoint_with_a_wrong_checksum_is_not_read(tmp_path: Path) ->
 
 def test_another_version_of_ratchet_is_refused(connection: LearnerConnection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ratchet.trainer.learner_client.__version__", "9.9")
-    with pytest.raises(LearnerRefused, match=r"the controller 9\.9: install the same version"):
+    with pytest.raises(LearnerServiceError, match=r"the controller 9\.9: install the same version"):
         learner_of(connection).score([(1,)])
 
 
 def test_a_url_that_is_no_learner_is_refused_and_one_that_does_not_answer_is_an_outage(connect: Connect) -> None:
     server = JsonServer(lambda request: (200, {"hello": "world"}))
     try:
-        with pytest.raises(LearnerRefused, match="is not this version's learner service"):
+        with pytest.raises(LearnerServiceError, match="is not this version's learner service"):
             connect(server.url).status()
-        with pytest.raises(LearnerRefused, match="is not a learner service"):
+        with pytest.raises(LearnerServiceError, match="is not a learner service"):
             learner_of(connect(server.url)).score([(1,)])
     finally:
         server.close()

@@ -13,7 +13,7 @@ from ratchet.store.coordination import Leases
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import Store
 from ratchet.trainer.controller_service.agent_leases import AgentLeases, LeaseState
-from ratchet.trainer.errors import LeaseLost, LeaseTaken
+from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.lease import Lease
 from tests.harness.proxy.servers import eventually
 
@@ -62,7 +62,7 @@ def test_a_trainer_that_was_suspended_past_its_lease_checks_it_before_it_continu
             lease.check()
         assert Leases(store._engine).acquire("trainer:agent", "successor", seconds=60.0)
         unavailable_leases.away = 0
-        with pytest.raises(LeaseLost):
+        with pytest.raises(TrainerError):
             lease.check()
 
 
@@ -74,7 +74,7 @@ def test_a_trainer_whose_lease_was_taken_stops(store: Store) -> None:
             store.leases.release("trainer:agent", lease.owner)
             if store.leases.acquire("trainer:agent", "thief", seconds=60.0):
                 break
-        with pytest.raises(LeaseLost):  # noqa: PT012  the renewing thread needs a moment to find out
+        with pytest.raises(TrainerError):  # noqa: PT012  the renewing thread needs a moment to find out
             for _ in range(200):
                 lease.check()
                 threading.Event().wait(0.01)
@@ -85,7 +85,7 @@ def test_a_lease_that_is_renewed_is_refused_with_its_holder_and_since_when(store
     with Lease(store, "tuning:tun_1", seconds=2.0) as first, Lease(store, "tuning:tun_1", seconds=2.0) as second:
         first.claim()
         with pytest.raises(
-            LeaseTaken, match=rf"process {os.getpid()} on .+, since 20\d\d-\d\d-\d\d .* UTC, which is alive"
+            TrainerError, match=rf"process {os.getpid()} on .+, since 20\d\d-\d\d-\d\d .* UTC, which is alive"
         ):
             second.claim(waited.append)
         assert len(waited) == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from ratchet.trainer.errors import NotAModel
+from ratchet.trainer.errors import ModelError
 from ratchet.trainer.learner.expert_adapters import join_experts, split_experts
 from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -159,5 +159,5 @@ def test_a_family_without_a_causal_language_model_is_refused_with_the_remedy(tmp
     tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
     Qwen2_5_VLConfig(text_config=SIZES, vision_config=tower).save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(NotAModel, match=r"is a Qwen2_5_VL model, of which .* use a text model \(docs/training.md"):
+    with pytest.raises(ModelError, match=r"is a Qwen2_5_VL model, of which .* use a text model \(docs/training.md"):
         Learner(str(tmp_path), LearnerSettings())

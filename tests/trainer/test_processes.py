@@ -35,7 +35,7 @@ APART = {
     "follower_refuses": "process 1 met RowError: a row that only I refuse",
     "follower_breaks": "Strange: nobody knows it",
     "follower_has_no_memory": "process 1 met OutOfMemory: out of memory in a round of 400 rows",
-    "follower_has_no_model": "process 1 met ModelNotFound",
+    "follower_has_no_model": "process 1 met ModelError",
     "follower_is_killed": "",
     "follower_is_killed_in_score": "",
     "follower_is_killed_in_save": "",
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_process(together: Path) -> 
     for rank in (0, 1):
         output = (together / f"all_cannot_save-{rank}").read_text()
         assert output.endswith("ended with 0\n"), output[-2000:]
-    assert "CheckpointUnwritable" in (together / "all_cannot_save-1").read_text()
+    assert "CheckpointError" in (together / "all_cannot_save-1").read_text()
     assert (together / "all_cannot_save" / "0001").is_dir()
 
 

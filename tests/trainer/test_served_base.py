@@ -14,7 +14,7 @@ from ratchet.store.policies import fingerprints
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.base_model_files import DIGESTS, check_files
-from ratchet.trainer.errors import OtherBaseModel
+from ratchet.trainer.errors import ModelError
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 
 if TYPE_CHECKING:
@@ -107,5 +107,5 @@ def test_a_trainer_is_refused_on_another_base_model_than_the_versions_belong_to(
     content[-1] ^= 1
     weights.write_bytes(content)
     os.utime(weights)
-    with pytest.raises(OtherBaseModel, match=f"{other} is not {tiny_model}, which the versions of agent belong to"):
+    with pytest.raises(ModelError, match=f"{other} is not {tiny_model}, which the versions of agent belong to"):
         check_files(store, "agent", str(other), cache)

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from ratchet.store.store import open_store
 from ratchet.trainer.controller.advantages import cohort_advantages, group_advantages
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.errors import JudgeError, NoLearningSignal, OptimizerMissing, PluginError, SettingError
+from ratchet.trainer.errors import JudgeError, NoLearningSignal, PluginError, SettingError, TuningError
 from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.observability.monitors import check_installed, monitored
 from ratchet.trainer.rows.token_row import TokenRow
@@ -175,7 +175,7 @@ def test_a_plugin_monitor_receives_the_rounds_of_training(installed: Path, tmp_p
 
 def test_a_missing_plugin_is_refused_with_the_group_and_the_installed_names() -> None:
     with pytest.raises(
-        OptimizerMissing, match=r"--method guess: .*ratchet\.prompt_optimizers \(installed: gepa.*correct the name"
+        TuningError, match=r"--method guess: .*ratchet\.prompt_optimizers \(installed: gepa.*correct the name"
     ):
         load_optimizer("guess")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.errors import BudgetExceeded, OptimizerMissing, ReflectionUnavailable
+from ratchet.trainer.errors import BudgetExceeded, TuningError
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import load_optimizer
@@ -97,7 +97,7 @@ def test_a_reflection_model_that_is_down_ends_the_search_with_its_setting_named(
     reflection_server: ScriptedReflectionModel,
 ) -> None:
     reflection_server.down = 1000
-    with pytest.raises(ReflectionUnavailable, match=r"tuner\.reflection"):
+    with pytest.raises(TuningError, match=r"tuner\.reflection"):
         load_optimizer("gepa").optimize(prompt_world.SEED, WorldEvaluate(), reflection(reflection_server), search())
 
 
@@ -119,7 +119,7 @@ def test_a_missing_extra_is_reported_with_its_install_command() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=60, check=True
     )
-    assert f"{OptimizerMissing.__name__} --method" in done.stdout
+    assert f"{TuningError.__name__} --method" in done.stdout
     assert "pip install '.[tune-gepa]'" in done.stdout
 
 

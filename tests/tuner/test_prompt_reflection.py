@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.store.records import JudgeRequest
 from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.errors import BudgetExceeded, ReflectionUnavailable, Unanswered
+from ratchet.trainer.errors import BudgetExceeded, TuningError, Unanswered
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
@@ -101,7 +101,7 @@ def test_three_questions_in_a_row_without_an_answer_end_it(server: ScriptedModel
     for prompt in ("a", "b"):
         with pytest.raises(Unanswered):
             model.propose(prompt, [])
-    with pytest.raises(ReflectionUnavailable, match=r"tuner\.reflection"):
+    with pytest.raises(TuningError, match=r"tuner\.reflection"):
         model.propose("c", [])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.errors import SeedPromptUnknown
+from ratchet.trainer.errors import TuningError
 from ratchet.tuner.prompts.seed_prompt import captured, given, serving, system_prompt
 from tests.harness.records import call_start, ended
 
@@ -45,7 +45,7 @@ def test_an_agent_without_a_system_prompt_is_given_one(seen: Seen) -> None:
 def test_a_system_prompt_that_differs_from_task_to_task_is_appended_to(seen: Seen) -> None:
     seed = captured([seen("a", "You help Ann."), seen("b", "You help Bob.")])
     assert (seed.text, seed.mode) == ("", "append")
-    with pytest.raises(SeedPromptUnknown, match="differs between tasks: to replace it, give --seed-prompt"):
+    with pytest.raises(TuningError, match="differs between tasks: to replace it, give --seed-prompt"):
         captured([seen("c", "You help Ann."), seen("d", "You help Bob.")], "replace")
 
 
@@ -54,14 +54,14 @@ def test_appending_can_be_requested(seen: Seen) -> None:
 
 
 def test_the_error_for_an_agent_that_calls_no_model_names_the_remedy() -> None:
-    with pytest.raises(SeedPromptUnknown, match="ratchet doctor --workflow"):
+    with pytest.raises(TuningError, match="ratchet doctor --workflow"):
         captured([])
 
 
 def test_a_given_prompt_is_swapped_in_from_the_start() -> None:
     assert given(" Be good.\n").text == "Be good."
     assert not given("Be good.").is_agents_own
-    with pytest.raises(SeedPromptUnknown):
+    with pytest.raises(TuningError):
         given(" \n")
 
 

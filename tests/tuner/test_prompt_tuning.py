@@ -11,7 +11,7 @@ import pytest
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.errors import BudgetTooSmall, TooManyFailures, Unjudged
+from ratchet.trainer.errors import TooManyFailures, TuningError, Unjudged
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import load_optimizer
@@ -171,7 +171,7 @@ def test_a_comparison_that_the_tokens_end_is_inconclusive(
 def test_a_budget_that_cannot_come_to_a_result_is_refused_with_the_number_that_can(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    with pytest.raises(BudgetTooSmall, match=r"at least 98, including 60"):
+    with pytest.raises(TuningError, match=r"at least 98, including 60"):
         PromptTuningRun(store, reflection_server, rollouts=97).run()
 
 

@@ -49,7 +49,7 @@ class AdapterStore:
     def next_reference(self, root: str, at_least: int = 1) -> str:
         """Return the reference of a new version under `root`: a number that the place never held.
 
-        Raises AdapterStoreUnreachable, AdapterStoreRefused.
+        Raises CheckpointError.
         """
         if is_remote(root):
             return f"{root}/{max(at_least, object_store.next_number(root)):04d}"
@@ -63,8 +63,8 @@ class AdapterStore:
     def publish(self, folder: Path, reference: str) -> None:
         """Publish a complete local checkpoint under a new reference. The same content again is no error.
 
-        Raises CheckpointExists, CheckpointDamaged, CheckpointUnwritable, AdapterStoreRefused, and
-        AdapterStoreUnreachable after several attempts: nothing is published then, and it can be repeated.
+        Raises CheckpointError; AdapterStoreUnreachable after several attempts: nothing is published then, and it can
+        be repeated.
         """
         if not checkpoint.complete(folder):
             raise CheckpointDamaged(f"{folder} is not a complete checkpoint; nothing was published")
@@ -99,8 +99,8 @@ class AdapterStore:
     def fetch(self, reference: str, *, state: bool = True) -> Path:
         """Return a local folder with the version, verified; without `state`, only what vLLM needs.
 
-        A local version is used in place. Raises CheckpointDamaged, CheckpointUnwritable if the local disk is full,
-        AdapterStoreUnreachable, AdapterStoreRefused.
+        A local version is used in place. Raises CheckpointError, also if the local disk is
+        full.
         """
         if is_remote(reference):
             return object_store.fetch(reference, self._cache, state=state, max_cache_bytes=self._max_cache_bytes)
@@ -152,7 +152,7 @@ def amplified(reference: str, factor: float) -> Iterator[str]:
     """Yield the reference of an amplified copy of a version: the same weights with `lora_alpha` times `factor`.
 
     It is for vLLM and for `fetch`, and is gone afterwards; in object storage nothing is written. Raises
-    CheckpointDamaged, CheckpointUnwritable.
+    CheckpointDamaged, CheckpointError.
     """
     if is_remote(reference):
         yield f"{reference}x{factor:g}"

@@ -15,7 +15,7 @@ from typing import Any
 from ratchet.store.policies import fingerprints
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer, ask_all
-from ratchet.trainer.errors import OtherBaseModel
+from ratchet.trainer.errors import ModelError
 
 # Identify a base model by its files: SHA-256 of config, weights, tokenizer and chat template.
 #
@@ -72,14 +72,14 @@ def bytes_to_read(folder: Path, cache: Path) -> int:
 
 
 def check_files(store: Store, alias: str, model: str, cache: Path) -> None:
-    """Compare a base model's files with what the store knows; what is not known is taken up. Raises OtherBaseModel."""
+    """Compare a base model's files with what the store knows; what is not known is taken up. Raises ModelError."""
     folder = model_folder(model)
     if folder is None or not (folder / "config.json").is_file():  # loading it raises the error
         return
     files = digests(folder, cache)
     known = store.base_models.base_model_of(alias)
     if known is not None and (parts := known.differing_parts(files)):
-        raise OtherBaseModel(
+        raise ModelError(
             f"base_model {model} is not {known.name}, which the versions of {alias} belong to: its {', '.join(parts)} "
             "differ; name that one, or train the new one under an alias or in a project of its own"
         )

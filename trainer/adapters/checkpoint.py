@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files as adapter_files
-from ratchet.trainer.errors import CheckpointDamaged, CheckpointExists, CheckpointUnwritable
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointError
 
 MANIFEST = adapter_files.MANIFEST
 STATE = adapter_files.STATE  # the part of a checkpoint that only training needs
@@ -44,11 +44,11 @@ def next_path(root: Path) -> Path:
 def write_atomically(folder: Path, writer: Callable[[Path], None]) -> None:
     """Create `folder` with the files that `writer` writes into the empty folder it is passed, atomically.
 
-    Raises CheckpointExists if the folder exists, CheckpointUnwritable if the disk is full or fails, and whatever the
+    Raises CheckpointError if the folder exists, or the disk is full or fails, and whatever the
     writer raises. No partial checkpoint remains in any case.
     """
     if folder.exists():
-        raise CheckpointExists(f"{folder} exists: checkpoints are never overwritten, save under a new number")
+        raise CheckpointError(f"{folder} exists: checkpoints are never overwritten, save under a new number")
     aside = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def write_atomically(folder: Path, writer: Callable[[Path], None]) -> None:
         aside.rename(folder)
         _flush_folder(folder.parent)
     except OSError as error:
-        raise CheckpointUnwritable(_why_unwritable(folder, error)) from error
+        raise CheckpointError(_why_unwritable(folder, error)) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -97,7 +97,7 @@ def verified_digest(folder: Path, name: str) -> str | None:
 
 
 def check_writable(root: Path) -> None:
-    """Raise CheckpointUnwritable if checkpoints cannot be written under `root`, before there is one to lose."""
+    """Raise CheckpointError if checkpoints cannot be written under `root`, before there is one to lose."""
     probe = root / f".probe-{os.getpid()}-{uuid.uuid4().hex}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def check_writable(root: Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             probe.unlink()
-        raise CheckpointUnwritable(
+        raise CheckpointError(
             f"no version can be written to {root}: {error.strerror or error}; let this user write there, free its "
             "disk, or set adapters.store to another folder"
         ) from error

@@ -19,12 +19,9 @@ from typing import Any
 from ratchet.store.install_hint import install_hint
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files as adapter_files
 from ratchet.trainer.errors import (
-    AdapterStoreRefused,
     AdapterStoreUnreachable,
     CheckpointDamaged,
     CheckpointError,
-    CheckpointExists,
-    CheckpointUnwritable,
 )
 
 _NUMBERED = re.compile(r"\d{4,}")
@@ -36,8 +33,8 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 def publish(folder: Path, url: str) -> None:
     """Upload a complete local checkpoint. Does nothing if the same one is there.
 
-    Raises CheckpointExists if another one is there, CheckpointDamaged if a file of `folder` is not the manifest's,
-    CheckpointUnwritable if the store is full, AdapterStoreUnreachable, AdapterStoreRefused.
+    Raises CheckpointError if another one is there or the store is full, CheckpointDamaged if a file of `folder` is not
+    the manifest's, AdapterStoreUnreachable.
     """
     manifest = (folder / adapter_files.MANIFEST).read_bytes()
     with translated_errors(url):
@@ -52,7 +49,7 @@ def publish(folder: Path, url: str) -> None:
         if there is not None:
             if there == manifest:
                 return
-            raise CheckpointExists(f"{url} exists: versions are never overwritten, save under a new number")
+            raise CheckpointError(f"{url} exists: versions are never overwritten, save under a new number")
         for parent in {Path(name).parent.as_posix() for name in files}:
             _make_folder(store, url, f"{path}/{parent}")
         store.put([str(folder / name) for name in files], [f"{path}/{name}" for name in files])
@@ -62,7 +59,7 @@ def publish(folder: Path, url: str) -> None:
 def is_complete(url: str) -> bool:
     """Return whether every file of the version's manifest is there with its size.
 
-    Raises AdapterStoreUnreachable, AdapterStoreRefused.
+    Raises CheckpointError.
     """
     with translated_errors(url):
         store, path = adapter_files.open_url(url)
@@ -78,9 +75,7 @@ def is_complete(url: str) -> bool:
 
 
 def fetch(url: str, cache: Path, *, state: bool, max_cache_bytes: int) -> Path:
-    """Return a verified local copy. Raises CheckpointDamaged, CheckpointUnwritable if the local disk is full,
-    AdapterStoreUnreachable, AdapterStoreRefused.
-    """
+    """Return a verified local copy. Raises CheckpointError, also if the local disk is full."""
     with translated_errors(url):
         try:
             return adapter_files.fetch(url, cache, state=state, max_cache_bytes=max_cache_bytes)
@@ -129,9 +124,7 @@ def remove_incomplete(root: str) -> tuple[str, ...]:
 
 
 def check(root: str) -> None:
-    """Write, read and remove a small object. Raises CheckpointUnwritable, AdapterStoreUnreachable or
-    AdapterStoreRefused if that fails.
-    """
+    """Write, read and remove a small object. Raises CheckpointError if that fails."""
     with translated_errors(root):
         store, path = adapter_files.open_url(root)
         _make_folder(store, root, path)
@@ -160,24 +153,24 @@ def _translated(url: str, error: Exception) -> CheckpointError:
     store, protocol = f"adapter store {url} (adapters.store)", url.partition("://")[0]
     if isinstance(error, ImportError):
         hint = install_hint(_EXTRAS[protocol]) if protocol in _EXTRAS else "install fsspec's package for it"
-        return AdapterStoreRefused(f"{store}: the package for {protocol}:// is not installed: {hint}")
+        return CheckpointError(f"{store}: the package for {protocol}:// is not installed: {hint}")
     if isinstance(error, ValueError) and "rotocol" in text:
-        return AdapterStoreRefused(f"{store}: {protocol}:// is not known to fsspec; use a folder, s3:// or gs://")
+        return CheckpointError(f"{store}: {protocol}:// is not known to fsspec; use a folder, s3:// or gs://")
     if "Credential" in kind or "credentials" in text.lower():
-        return AdapterStoreRefused(
+        return CheckpointError(
             f"{store}: no valid credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (s3://) or "
             f"GOOGLE_APPLICATION_CREDENTIALS (gs://), or give the machine a role ({text})"
         )
     full = isinstance(error, OSError) and error.errno in _FULL
     if full or "storagefull" in text.lower() or "quota" in text.lower():
-        return CheckpointUnwritable(f"{store} or the local disk is full: free space, or raise the quota ({text})")
+        return CheckpointError(f"{store} or the local disk is full: free space, or raise the quota ({text})")
     if isinstance(error, PermissionError):
-        return AdapterStoreRefused(
+        return CheckpointError(
             f"{store}: access denied: the credentials must allow listing, reading, writing and deleting "
             f"under it ({text})"
         )
     if isinstance(error, FileNotFoundError):
-        return AdapterStoreRefused(f"{store}: it does not exist: create the bucket, or correct adapters.store ({text})")
+        return CheckpointError(f"{store}: it does not exist: create the bucket, or correct adapters.store ({text})")
     return AdapterStoreUnreachable(
         f"{store} does not answer as it should: check the network and AWS_ENDPOINT_URL, if it is set ({kind}: {text})"
     )

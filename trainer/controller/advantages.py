@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ratchet.store.records import RESAMPLE, Group, PastScore, Trajectory, Verdict
-from ratchet.trainer.errors import PluginError, ScoreError
+from ratchet.trainer.errors import PluginError, TrainerError
 from ratchet.trainer.settings.objectives import DEFAULT_ESTIMATOR, AdvantageFunctions, find_estimator
 from ratchet.trainer.settings.trainer_settings import MAX_SCORES_PER_FAMILY
 from ratchet.trainer.statistics import MIN_SCORE_SPREAD, differs, has_signal
@@ -93,10 +93,10 @@ def group_advantages(
 ) -> tuple[float, ...]:
     """Return the advantages of G scores, (G,) -> (G,), before `scale_over_round`.
 
-    A group without variance gives zeros. Raises ScoreError if a score is not finite.
+    A group without variance gives zeros. Raises TrainerError if a score is not finite.
     """
     if not all(map(math.isfinite, scores)):
-        raise ScoreError(f"scores {list(scores)} are not all finite: a failed verdict is a state, not a score")
+        raise TrainerError(f"scores {list(scores)} are not all finite: a failed verdict is a state, not a score")
     if not has_signal(scores, noise):
         return (0.0,) * len(scores)
     plugin = find_estimator(estimator)

@@ -27,7 +27,7 @@ from ratchet.trainer.controller.collect.collector import RoleResolver
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
-from ratchet.trainer.errors import LearningError, RowError, SettingError, TuningError, WarmStartRefused
+from ratchet.trainer.errors import LearningError, RowError, SettingError, TuningError
 from ratchet.trainer.learner_api import LearnerProtocol, RoundReport
 from ratchet.trainer.rows import preference_rows
 from ratchet.trainer.rows.build_rows import ALL_ROLES, TrainedAnswers, build_rows
@@ -142,7 +142,7 @@ class GeneralDataRows:
 def general_rows(
     conversations: Iterable[tuple[str, Mapping[str, Any]]], chat: ChatRenderer, settings: WarmStartSettings
 ) -> GeneralDataRows:
-    """Return the rows of conversations, given as (id, task row with `messages`). Raises WarmStartRefused if none is
+    """Return the rows of conversations, given as (id, task row with `messages`). Raises LearningError if none is
     left.
     """
     skipped: Counter[str] = Counter()
@@ -156,7 +156,7 @@ def general_rows(
     measured = min(settings.general_held_out, len(order) // 2)
     if not measured:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.most_common(3)) or "it is empty"
-        raise WarmStartRefused(f"general data {settings.general}: no conversations to mix in and measure ({reasons})")
+        raise LearningError(f"general data {settings.general}: no conversations to mix in and measure ({reasons})")
     parts = order[measured:], order[:measured]
     trained, held_out = (tuple(row for name in part for row in rendered[name]) for part in parts)
     return GeneralDataRows(trained, held_out, dict(skipped))
@@ -481,7 +481,7 @@ def gather(
     held_out: float = 0.0,
     relative: bool = False,
 ) -> SFTData:
-    """Return the data of a warm start. Raises WarmStartRefused if it is too little, with the counts of what was
+    """Return the data of a warm start. Raises LearningError if it is too little, with the counts of what was
     skipped.
     """
     examples = SFTDataCollector(store, alias, judge, chat, settings, tuning_id, roles, held_out, relative).collect()
@@ -489,7 +489,7 @@ def gather(
         reasons = (
             ", ".join(f"{reason}: {count}" for reason, count in examples.skipped.most_common()) or "none were found"
         )
-        raise WarmStartRefused(
+        raise LearningError(
             f"{len(examples.scores)} trajectories to train on from {', '.join(settings.sources)}, "
             f"{settings.min_trajectories} are "
             f"needed ({reasons}): lower min_score or `least`, or let the agent work first"
@@ -534,7 +534,7 @@ class SFTRound:
     ) -> Policy:
         """Train and commit. The learner must have the settings of `learner_settings`.
 
-        Raises WarmStartRefused if the general loss rose too much, TrainingDiverged, NoLearningSignal; the learner needs
+        Raises LearningError if the general loss rose too much, TrainingDiverged, NoLearningSignal; the learner needs
         a reload then.
         """
         reference = self._round_runner.next_reference()  # a store that is away costs no step
@@ -584,7 +584,7 @@ def warm_start_metrics(store: Store, alias: str, tuning_id: str) -> tuple[int, M
 def _check_loss_increase(before: float | None, after: float | None, settings: WarmStartSettings) -> None:
     limit = settings.max_loss_increase
     if limit is not None and before is not None and after is not None and after - before > limit:
-        raise WarmStartRefused(
+        raise LearningError(
             f"the held-out general loss rose from {before:.4f} to {after:.4f} nats, more than max_loss_increase "
             f"{limit:g}: raise general_ratio, or lower epochs or learning_rate"
         )

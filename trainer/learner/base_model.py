@@ -30,7 +30,7 @@ def load(
     """Load the causal language model and tokenizer of a folder or hub name; `auto` is the dtype of its files.
 
     The weights are read straight onto the `device`, tensor by tensor; None: onto the CPU. With `parts`, each of that
-    many processes reads its part of every tensor. Raises ModelNotFound or NotAModel, or SettingError if the
+    many processes reads its part of every tensor. Raises ModelError, or SettingError if the
     quantization is not installed.
     """
     how: dict[str, Any] = {"quantization_config": _nf4(dtype)} if quantization == "nf4" else {}

@@ -26,7 +26,7 @@ import torch
 from peft import get_peft_model_state_dict
 
 from ratchet.trainer.adapters import checkpoint
-from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointError
 from ratchet.trainer.learner import expert_adapters, process_group
 from ratchet.trainer.learner.agent_state import ADAPTER, AgentState, fill, local, new_rate, part, random_state, whole
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
@@ -87,7 +87,7 @@ def write(trainer: RecordedGRPOTrainer, saved: SavedState, folder: Path) -> None
 def read(folder: Path, settings: LearnerSettings, shapes: Mapping[str, torch.Size]) -> SavedState:
     """Return the state saved in `folder`, for an adapter of these shapes.
 
-    Raises CheckpointDamaged or CheckpointMismatch.
+    Raises CheckpointDamaged or CheckpointError.
     """
     inner = folder / FOLDER
     if not checkpoint.complete(folder) or not (inner / "state.json").is_file():
@@ -99,7 +99,7 @@ def read(folder: Path, settings: LearnerSettings, shapes: Mapping[str, torch.Siz
     _check_settings(settings, state["settings"], folder)
     weights = safetensors.torch.load((inner / "lora.safetensors").read_bytes())
     if {name: weight.shape for name, weight in weights.items()} != dict(shapes):
-        raise CheckpointMismatch(
+        raise CheckpointError(
             f"{folder} has the adapter of another base model: its layers differ; resume it with that model"
         )
     return SavedState(
@@ -170,7 +170,7 @@ def temporary_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> Iterator[No
     """Use the adapter in `folder`, as vLLM loads it, in the block; afterwards restore the current one bit for bit. If
     its `lora_alpha` is not the agent's, its weights are scaled to the same effect.
 
-    Raises CheckpointDamaged or CheckpointMismatch before any change. Rank zero reads the folder.
+    Raises CheckpointDamaged or CheckpointError before any change. Rank zero reads the folder.
     """
     parameters = trainer.lora_parameters()
     read_here: list[dict[str, torch.Tensor]] = []
@@ -202,7 +202,7 @@ def _adapter_weights(folder: Path, shapes: Mapping[str, torch.Size], model_type:
     named = {name: weights.get(name.replace(f".{ADAPTER}.", ".")) for name in shapes}
     found = {name: tensor for name, tensor in named.items() if tensor is not None and tensor.shape == shapes[name]}
     if found.keys() != shapes.keys():
-        raise CheckpointMismatch(f"{folder} has the adapter of another base model or rank: its layers differ")
+        raise CheckpointError(f"{folder} has the adapter of another base model or rank: its layers differ")
     return found
 
 
@@ -243,7 +243,7 @@ def _check_settings(settings: LearnerSettings, saved: dict[str, Any], folder: Pa
     now = json.loads(json.dumps(asdict(settings), default=list))
     for field in _SHAPING:
         if now[field] != saved.get(field):
-            raise CheckpointMismatch(
+            raise CheckpointError(
                 f"{folder} was trained with {field} {saved.get(field)!r}, the setting is {now[field]!r}: "
                 f"set {field} back, or start without resuming"
             )

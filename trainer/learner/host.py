@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.trainer.adapters import checkpoint
-from ratchet.trainer.errors import LearnerRefused, OutOfMemory, SettingError
+from ratchet.trainer.errors import LearnerServiceError, OutOfMemory, SettingError
 from ratchet.trainer.learner_api import AgentHost, ModelLimits, RoundReport, unfit
 from ratchet.trainer.observability.progress import TRAINING, Progress
 from ratchet.trainer.rows.token_row import TokenRow
@@ -40,7 +40,7 @@ _SHAPING = ("lora_r", "target_modules", "exclude_modules", "quantization", "dtyp
 class LearnerHost(AgentHost):
     """`base_model` is a folder or a hub name.
 
-    Raises ModelNotFound, NotAModel or SettingError. If a method raises an error while an agent trains, that agent's
+    Raises ModelError or SettingError. If a method raises an error while an agent trains, that agent's
     state is undefined until it is opened again; the others are not affected.
     """
 
@@ -80,7 +80,7 @@ class LearnerHost(AgentHost):
         without a learner's state starts with a new optimizer.
 
         Replaces the agent's earlier state, if there is one, and leaves it as it is if an error is raised: SettingError
-        for settings of another adapter than the learner's, CheckpointDamaged, CheckpointMismatch.
+        for settings of another adapter than the learner's, CheckpointDamaged, CheckpointError.
         """
         from ratchet.trainer.learner import agent_state, checkpoint_state, initial_adapter
 
@@ -148,7 +148,7 @@ class LearnerHost(AgentHost):
         """Return the logprobs at temperature 1 of all tokens of each sequence, (T,) each; the first token's is 0.0.
 
         `adapter`: True for the agent's, False for the base model, or a folder written by `save`. Raises RowError if a
-        sequence does not fit the model, CheckpointDamaged, CheckpointMismatch.
+        sequence does not fit the model, CheckpointDamaged, CheckpointError.
         """
         from ratchet.trainer.learner import training_round
 
@@ -158,7 +158,7 @@ class LearnerHost(AgentHost):
     def save(self, agent: str, folder: Path) -> None:
         """Write a checkpoint of the agent to the new `folder`, for vLLM and for `open`.
 
-        Raises CheckpointExists or CheckpointUnwritable; no partial checkpoint remains.
+        Raises CheckpointError; no partial checkpoint remains.
         """
         from ratchet.trainer.learner import checkpoint_state, process_group
 
@@ -201,7 +201,7 @@ class LearnerHost(AgentHost):
 
     def _state(self, agent: str) -> AgentState:
         if agent not in self._agents:
-            raise LearnerRefused(f"the learner has no agent {agent!r}: open it first")
+            raise LearnerServiceError(f"the learner has no agent {agent!r}: open it first")
         return self._agents[agent]
 
     def _checked(self, settings: LearnerSettings) -> LearnerSettings:
@@ -241,7 +241,7 @@ class Learner:
 
     `base_model` is a folder or a hub name; `resume_from` is a checkpoint
     folder written by `save`. Settings that `settings` and `process` both have are taken from `settings`. Raises
-    ModelNotFound, NotAModel, SettingError, CheckpointDamaged or CheckpointMismatch.
+    ModelError, SettingError, CheckpointDamaged or CheckpointError.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from ratchet.trainer.adapters import checkpoint
-from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointError
 from ratchet.trainer.learner import expert_adapters, process_group
 from ratchet.trainer.learner.agent_state import ADAPTER, AgentState, part
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def with_adapter(trainer: RecordedGRPOTrainer, state: AgentState, folder: Path, base_model: str) -> AgentState:
     """Return a new agent's state with the weights of the adapter in `folder`. Rank zero reads it.
 
-    Raises CheckpointDamaged or CheckpointMismatch.
+    Raises CheckpointDamaged or CheckpointError.
     """
     parameters = trainer.lora_parameters()
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
@@ -65,12 +65,12 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _check_config(config: Mapping[str, Any], state: AgentState, folder: Path, base_model: str) -> None:
-    """Raise CheckpointMismatch if the matrices have another meaning; warn if they are of another base model."""
+    """Raise CheckpointError if the matrices have another meaning; warn if they are of another base model."""
     settings = state.settings
     if (kind := config.get("peft_type", "LORA")) != "LORA":
-        raise CheckpointMismatch(f"{folder} is an adapter of type {kind}, and only LORA can be trained")
+        raise CheckpointError(f"{folder} is an adapter of type {kind}, and only LORA can be trained")
     if used := [name for name in LORA_VARIANTS if config.get(name)]:
-        raise CheckpointMismatch(
+        raise CheckpointError(
             f"{folder} uses {', '.join(used)}, which the learner does not train: convert it to plain LoRA, or leave "
             "learner.init_adapter out"
         )
@@ -78,7 +78,7 @@ def _check_config(config: Mapping[str, Any], state: AgentState, folder: Path, ba
         key = "lora_r" if field == "r" else field
         own, saved = getattr(settings, key), config.get(field)
         if saved is not None and saved != own:
-            raise CheckpointMismatch(
+            raise CheckpointError(
                 f"{folder} has {field} {saved}, and learner.{key} is {own}: set learner.{key} to {saved}"
             )
     named = str(config.get("base_model_name_or_path") or "")
@@ -104,18 +104,18 @@ def _weights(
         weights = expert_adapters.join_experts(weights, model_type)
     named = {name: name.replace(f".{ADAPTER}.", ".") for name in shapes}
     if extra := sorted(set(weights) - set(named.values())):
-        raise CheckpointMismatch(
+        raise CheckpointError(
             f"{folder} adapts {_layer(extra[0])}{_more(extra)}, which the learner does not: set "
             f"learner.target_modules to the adapter's, {_targets(config)}"
         )
     if missing := sorted(set(named.values()) - set(weights)):
-        raise CheckpointMismatch(
+        raise CheckpointError(
             f"{folder} does not adapt {_layer(missing[0])}{_more(missing)}, which the learner does: set "
             f"learner.target_modules to the adapter's, {_targets(config)}"
         )
     for name, short in named.items():
         if weights[short].shape != shapes[name]:
-            raise CheckpointMismatch(
+            raise CheckpointError(
                 f"{folder} has {_layer(short)} of shape {tuple(weights[short].shape)}, and the learner "
                 f"{tuple(shapes[name])}: the adapter is of another base model, or its rank is not learner.lora_r"
             )

@@ -21,7 +21,7 @@ def build(base_model: str, settings: LearnerSettings, sharding: str = "none") ->
     """Return the trainer of a new LoRA adapter, on the GPU if there is one, computed in `settings.dtype`.
 
     LoRA parameters are always fp32: with AdamW at 1e-5 most updates are below bf16's resolution and would be lost.
-    Raises ModelNotFound, NotAModel, or SettingError if the model lacks target_modules or the quantization is not
+    Raises ModelError, or SettingError if the model lacks target_modules or the quantization is not
     installed.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

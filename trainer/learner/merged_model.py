@@ -24,7 +24,7 @@ def export_merged(
 
     `dtype` is that of the written weights; `auto` takes the base model's, which also rounds the adapter's changes.
 
-    Raises ModelNotFound, NotAModel, CheckpointDamaged, CheckpointExists, CheckpointUnwritable.
+    Raises ModelError, CheckpointDamaged, CheckpointError.
     """
     _check(adapter)
 
@@ -38,7 +38,7 @@ def export_merged(
 
 
 def export_adapter(adapter: Path, folder: Path, card: str | None) -> None:
-    """Copy the adapter, as peft and vLLM load it. Raises CheckpointDamaged, CheckpointExists, CheckpointUnwritable."""
+    """Copy the adapter, as peft and vLLM load it. Raises CheckpointDamaged, CheckpointError."""
     _check(adapter)
 
     def write(inner: Path) -> None:

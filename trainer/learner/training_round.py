@@ -199,7 +199,7 @@ def score(
     TokenRow only the tokens of its mask are scored, the others are 0.0: what precedes them costs no logits.
 
     `adapter`: True for the trainer's, False for the base model, or a folder with one. Raises RowError,
-    CheckpointDamaged, CheckpointMismatch.
+    CheckpointDamaged, CheckpointError.
     """
     if isinstance(adapter, Path):
         with checkpoint_state.temporary_adapter(trainer, adapter):

@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ratchet import __version__
-from ratchet.trainer.errors import LearnerRefused, LearnerUnreachable, TrainerError
+from ratchet.trainer.errors import LearnerServiceError, LearnerUnreachable, TrainerError
 from ratchet.trainer.learner_api import (
     ALIVE_SECONDS,
     MAX_AGENT_CHARS,
@@ -44,7 +44,7 @@ from ratchet.trainer.learner_service.operations import AgentOperations, AgentSes
 _POLL_SECONDS = 0.5  # between two looks at the progress of an operation
 _HELD_BODIES = 4  # bodies of the largest size that are held at a time
 _VERBS = frozenset(get_args(Verb)) - {"open"}
-_REFUSED, _UNREACHABLE = LearnerRefused.__name__, LearnerUnreachable.__name__
+_REFUSED, _UNREACHABLE = LearnerServiceError.__name__, LearnerUnreachable.__name__
 _ERROR_OF_STATUS = {409: _UNREACHABLE, 503: _UNREACHABLE}
 
 
@@ -127,10 +127,10 @@ class LearnerApp:
             raise HTTPException(401, "the token is missing or wrong: set RATCHET_LEARNER_TOKEN to the learner's")
 
     def _check_open(self, wanted: OpenRequest) -> None:
-        """Raise LearnerRefused if this learner cannot train for the controller."""
+        """Raise LearnerServiceError if this learner cannot train for the controller."""
         status = self._status()
         if wanted.version != __version__:
-            raise LearnerRefused(
+            raise LearnerServiceError(
                 f"the learner runs Ratchet {__version__}, the controller {wanted.version}: install the same version"
             )
         known = status.base_model_digests
@@ -138,12 +138,12 @@ class LearnerApp:
             part for part in known.keys() & wanted.base_model.keys() if known[part] != wanted.base_model[part]
         )
         if parts:
-            raise LearnerRefused(
+            raise LearnerServiceError(
                 f"the learner trains another base model ({status.base_model}): {', '.join(parts)} differ; start it "
                 "with the controller's base_model"
             )
         if not wanted.agent or len(wanted.agent) > MAX_AGENT_CHARS or not 0 < wanted.share < float("inf"):
-            raise LearnerRefused(f"agent {wanted.agent!r} with share {wanted.share} cannot be opened")
+            raise LearnerServiceError(f"agent {wanted.agent!r} with share {wanted.share} cannot be opened")
 
     @contextlib.asynccontextmanager
     async def _held_body(self, request: Request) -> AsyncIterator[bytes]:

@@ -12,7 +12,7 @@ import msgspec
 
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote
-from ratchet.trainer.errors import LearnerRefused, LearnerUnreachable, TrainerError
+from ratchet.trainer.errors import LearnerServiceError, LearnerUnreachable, TrainerError
 from ratchet.trainer.learner_api import (
     AgentHost,
     Answer,
@@ -122,13 +122,13 @@ class LocalReferences:
         return folder
 
     def write(self, reference: str, save: Callable[[Path], None]) -> None:
-        """Let `save` write the folder. Raises LearnerRefused for a folder outside of the roots."""
+        """Let `save` write the folder. Raises LearnerServiceError for a folder outside of the roots."""
         folder = Path(reference)
         if not folder.is_absolute() or ".." in folder.parts:
-            raise LearnerRefused(f"checkpoint {reference} is not an absolute path without `..`")
+            raise LearnerServiceError(f"checkpoint {reference} is not an absolute path without `..`")
         if self._roots and not any(folder.is_relative_to(root) for root in self._roots):
             allowed = ", ".join(map(str, self._roots))
-            raise LearnerRefused(
+            raise LearnerServiceError(
                 f"checkpoint {reference} is outside of {allowed}, where this learner writes: start it with the "
                 "controller's state_dir and adapters.store"
             )
@@ -145,13 +145,13 @@ class StoredReferences:
         self._url = url
 
     def fetch(self, reference: str, *, state: bool = True) -> Path:
-        """Return the folder, or a verified local copy. Raises CheckpointError, LearnerRefused."""
+        """Return the folder, or a verified local copy. Raises CheckpointError, LearnerServiceError."""
         if not is_remote(reference):
             return self._local.fetch(reference, state=state)
         return self._adapters.fetch(self._allowed(reference), state=state)
 
     def write(self, reference: str, save: Callable[[Path], None]) -> None:
-        """Let `save` write the folder, or publish what it writes. Raises CheckpointError, LearnerRefused."""
+        """Let `save` write the folder, or publish what it writes. Raises CheckpointError, LearnerServiceError."""
         if is_remote(reference):
             self._adapters.write(self._allowed(reference), save)
         else:
@@ -159,7 +159,7 @@ class StoredReferences:
 
     def _allowed(self, reference: str) -> str:
         if self._url is None or not reference.startswith(f"{self._url}/") or ".." in reference.split("/"):
-            raise LearnerRefused(
+            raise LearnerServiceError(
                 f"version {reference} is outside of this learner's object storage, {self._url or 'none'}: start it "
                 "with the controller's adapters.store"
             )
@@ -176,11 +176,11 @@ Request = TypeVar("Request")
 
 
 def decode_request(body: bytes, kind: type[Request]) -> Request:
-    """Return the request of a body. Raises LearnerRefused, or RowError for a row that is inconsistent."""
+    """Return the request of a body. Raises LearnerServiceError, or RowError for a row that is inconsistent."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        raise LearnerRefused(f"the learner does not understand the request: {error}") from error
+        raise LearnerServiceError(f"the learner does not understand the request: {error}") from error
 
 
 class AgentOperations:

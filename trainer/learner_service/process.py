@@ -22,7 +22,7 @@ import uvicorn
 from ratchet import __version__
 from ratchet.trainer.adapters.adapter_store import MAX_CACHE_BYTES, AdapterStore
 from ratchet.trainer.adapters.base_model_files import digests, model_folder
-from ratchet.trainer.errors import LearnerRefused, SettingError, TrainerError, WorkerProcessLost
+from ratchet.trainer.errors import LearnerServiceError, SettingError, TrainerError, WorkerProcessLost
 from ratchet.trainer.learner_api import TOKEN_VARIABLE, AgentHost, LearnerStatus
 from ratchet.trainer.learner_service import launch
 from ratchet.trainer.learner_service.app import LearnerApp
@@ -77,7 +77,7 @@ def difference(first: LearnerProcessIdentity, other: LearnerProcessIdentity) -> 
 
 
 def compare_processes(own: LearnerProcessIdentity, environ: Mapping[str, str]) -> None:
-    """Return once all processes are known to be alike. Raises LearnerRefused in all of them, WorkerProcessLost."""
+    """Return once all processes are known to be alike. Raises LearnerServiceError in all of them, WorkerProcessLost."""
     import torch.distributed
 
     rank, count = int(environ["RANK"]), int(environ["WORLD_SIZE"])
@@ -99,7 +99,7 @@ def compare_processes(own: LearnerProcessIdentity, environ: Mapping[str, str]) -
     except RuntimeError as error:
         raise WorkerProcessLost(f"the processes of the learner did not find each other: {error}") from error
     if verdict:
-        raise LearnerRefused(verdict)
+        raise LearnerServiceError(verdict)
 
 
 # The learner's server: binds its address, loads the base model in the compute thread, and serves until SIGTERM.

@@ -16,7 +16,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote, number_of
-from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch, SettingError
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointError, SettingError
 from ratchet.trainer.settings.learner_settings import LORA_VARIANTS, LearnerSettings
 
 # Select the candidate to publish next: trained versions before prompt changes, the newest of each.
@@ -188,7 +188,7 @@ def check_target(store: Store, alias: str) -> None:
 
 
 def _check_adapter(folder: Path, target: ForkTarget, name: str) -> None:
-    """Raise CheckpointMismatch if the target's learner could not go on from the adapter."""
+    """Raise CheckpointError if the target's learner could not go on from the adapter."""
     saved = _saved_settings(folder)
     now = {
         "lora_r": target.learner.lora_r,
@@ -197,7 +197,7 @@ def _check_adapter(folder: Path, target: ForkTarget, name: str) -> None:
     }
     for field, value in now.items():
         if field in saved and saved[field] != value:
-            raise CheckpointMismatch(
+            raise CheckpointError(
                 f"{name} was trained with {field} {saved[field]!r}, and learner.{field} of {target.alias} is "
                 f"{value!r}: set it to {saved[field]!r}"
             )
@@ -267,21 +267,21 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _check_config(config: Mapping[str, Any], folder: Path, target: ForkTarget) -> None:
-    """Raise CheckpointMismatch if the target's learner could not go on from the adapter."""
+    """Raise CheckpointError if the target's learner could not go on from the adapter."""
     if (kind := config.get("peft_type", "LORA")) != "LORA":
-        raise CheckpointMismatch(f"{folder} is an adapter of type {kind}, and only LORA can be trained")
+        raise CheckpointError(f"{folder} is an adapter of type {kind}, and only LORA can be trained")
     if used := [name for name in LORA_VARIANTS if config.get(name)]:
-        raise CheckpointMismatch(f"{folder} uses {', '.join(used)}, which the learner does not train: give plain LoRA")
+        raise CheckpointError(f"{folder} uses {', '.join(used)}, which the learner does not train: give plain LoRA")
     for field, setting in (("r", "lora_r"), ("lora_alpha", "lora_alpha")):
         own, given = getattr(target.learner, setting), config.get(field)
         if given != own:
-            raise CheckpointMismatch(
+            raise CheckpointError(
                 f"{folder} has {field} {given}, and learner.{setting} of {target.alias} is {own}: they must be equal"
             )
 
 
 def _check_shapes(store: Store, alias: str, folder: Path) -> None:
-    """Raise CheckpointMismatch if the adapter has other matrices than the agent's newest version at hand."""
+    """Raise CheckpointError if the adapter has other matrices than the agent's newest version at hand."""
     given = _shapes(folder)
     for policy in reversed(store.policies.all(alias)):
         if policy.adapter is None or policy.pruned_at is not None or is_remote(policy.adapter):
@@ -291,7 +291,7 @@ def _check_shapes(store: Store, alias: str, folder: Path) -> None:
         except CheckpointDamaged:
             continue
         if different := sorted(name for name in given.keys() | known.keys() if given.get(name) != known.get(name)):
-            raise CheckpointMismatch(
+            raise CheckpointError(
                 f"{folder} does not have the matrices of {alias}@{policy.version}: {different[0]} is "
                 f"{given.get(different[0], 'missing')} there and {known.get(different[0], 'missing')} here"
             )

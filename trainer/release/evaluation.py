@@ -25,7 +25,7 @@ from ratchet.trainer.adapters.vllm_api import VllmServer, replicas_that_serve
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.errors import EngineError, EngineUnreachable, EvaluationStopped, SettingError, TuningError
+from ratchet.trainer.errors import EngineError, EngineUnreachable, SettingError, TrainerError, TuningError
 from ratchet.trainer.release.candidates import version_name
 from ratchet.trainer.release.evidence import DifferenceSums
 from ratchet.trainer.release.invariants import KIND as INVARIANTS
@@ -339,7 +339,7 @@ class Evaluator(Protocol[ResultT_co]):
     def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> ResultT_co:
         """Return the result; call `check` regularly, which raises if the evaluation has to stop.
 
-        Raises EngineError, TuningError, EvaluationStopped, StoreError.
+        Raises EngineError, TuningError, TrainerError, StoreError.
         """
 
     def close(self) -> None:
@@ -524,7 +524,7 @@ class _EvaluationJob:
 
     def _check(self) -> None:
         if self._stop.is_set():
-            raise EvaluationStopped("the trainer is stopping")
+            raise TrainerError("the trainer is stopping")
 
 
 # Evaluation on held-out prompts: a candidate and the live version answer the same prompts, judged in pairs.

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ratchet.trainer.errors import ModelNotFound, NotAModel, RowError, TuningError
+from ratchet.trainer.errors import ModelError, RowError, TuningError
 from ratchet.trainer.rows.token_row import TokenRow
 
 # ChatRowsProcess: chat rows from a process of its own, so that the controller never imports transformers and torch.
@@ -22,13 +22,13 @@ from ratchet.trainer.rows.token_row import TokenRow
 
 _START_SECONDS = 300.0  # for the imports, and for the download of a tokenizer from the hub
 _ROW_SECONDS = 60.0
-_ERRORS = {kind.__name__: kind for kind in (ModelNotFound, NotAModel, RowError)}
+_ERRORS = {kind.__name__: kind for kind in (ModelError, RowError)}
 
 
 class ChatRowsProcess:
     """Renders conversations with a model's chat template. A context manager; it starts and ends the process.
 
-    Raises RowError if the model has no chat template, ModelNotFound, NotAModel; TuningError if the process ends.
+    Raises RowError if the model has no chat template, ModelError; TuningError if the process ends.
     """
 
     def __init__(self, model: str) -> None:

@@ -13,7 +13,7 @@ import sys
 
 import msgspec
 
-from ratchet.trainer.errors import ModelNotFound, NotAModel, RowError
+from ratchet.trainer.errors import ModelError, RowError
 from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
 from ratchet.trainer.rows.tokenizer import load_tokenizer
 
@@ -28,7 +28,7 @@ def main() -> None:
 
     try:
         chat = ChatRows(load_tokenizer(sys.argv[1]))
-    except (ModelNotFound, NotAModel, RowError) as error:
+    except (ModelError, RowError) as error:
         respond({"error": str(error), "kind": type(error).__name__})
         return
     respond({})

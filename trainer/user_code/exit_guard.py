@@ -1,7 +1,7 @@
 """Turns `sys.exit` in user code into a failure of that code; the process continues.
 
 asyncio lets the SystemExit of a task end the event loop, so one agent's argparse would stop all others. The task
-factory `guarded_task` raises UserCodeExited instead. KeyboardInterrupt is not changed.
+factory `guarded_task` raises TrainerError instead. KeyboardInterrupt is not changed.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
-from ratchet.trainer.errors import UserCodeExited
+from ratchet.trainer.errors import TrainerError
 
 _T = TypeVar("_T")
 
 
-def exit_failure(error: SystemExit) -> UserCodeExited:
+def exit_failure(error: SystemExit) -> TrainerError:
     """Return the failure for a SystemExit."""
-    return UserCodeExited(f"it called sys.exit({error.code!r}); have it return or raise an exception")
+    return TrainerError(f"it called sys.exit({error.code!r}); have it return or raise an exception")
 
 
 def guarded_task(
     loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T], **options: Any
 ) -> asyncio.Task[_T]:
-    """Create a task whose SystemExit becomes a UserCodeExited; for `loop.set_task_factory`."""
+    """Create a task whose SystemExit becomes a TrainerError; for `loop.set_task_factory`."""
     return asyncio.Task(_Guarded(coro), loop=loop, **options)
 
 
 class _Guarded(Coroutine[Any, Any, _T]):
-    """A coroutine that raises UserCodeExited if the inner one raises SystemExit.
+    """A coroutine that raises TrainerError if the inner one raises SystemExit.
 
     It is no `async def`, because then a task cancelled before its first step would never await the inner one.
     """

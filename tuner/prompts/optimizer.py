@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from ratchet.trainer.errors import OptimizerMissing, PluginError, SetAside
+from ratchet.trainer.errors import PluginError, SetAside, TuningError
 from ratchet.trainer.user_code.plugins import PROMPT_OPTIMIZERS, load_plugin
 
 REFLECTION_MINIBATCH_SIZE = 3  # rollouts that one reflection reads
@@ -77,11 +77,11 @@ class PromptOptimizer(Protocol):
 
 
 def load_optimizer(method: str) -> PromptOptimizer:
-    """Return the optimizer that a plug-in of `ratchet.prompt_optimizers` makes. Raises OptimizerMissing."""
+    """Return the optimizer that a plug-in of `ratchet.prompt_optimizers` makes. Raises TuningError."""
     try:
         optimizer: PromptOptimizer = load_plugin(PROMPT_OPTIMIZERS, method)()
     except PluginError as error:
-        raise OptimizerMissing(f"--method {method}: {error}") from error
+        raise TuningError(f"--method {method}: {error}") from error
     return optimizer
 
 

@@ -60,7 +60,7 @@ class PromptRunContext:
 def check(settings: TunerSettings, tasks: TaskSet) -> None:
     """Check a request before it becomes a run.
 
-    Raises SettingError if a setting is missing, OptimizerMissing if the optimizer cannot be loaded, BudgetTooSmall if
+    Raises SettingError if a setting is missing, TuningError if the optimizer cannot be loaded if
     the tasks need more rollouts, and TaskSetError if they cannot be read or are too few.
     """
     if settings.reflection is None:

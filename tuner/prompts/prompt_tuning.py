@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.truncation import shortened
-from ratchet.trainer.errors import BudgetExceeded, BudgetTooSmall, TooManyFailures, Unjudged
+from ratchet.trainer.errors import BudgetExceeded, TooManyFailures, TuningError, Unjudged
 from ratchet.trainer.statistics import Compared, ComparisonVerdict, compare
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import REFLECTION_MINIBATCH_SIZE, PromptOptimizer, Reflection, Search
@@ -60,9 +60,9 @@ class PromptPlan:
         return PROBES + 2 * (first + len(self.sets.validation)) + self.held_out_rollouts
 
     def check_budget(self, rollouts: int) -> None:
-        """Raise BudgetTooSmall if so many rollouts cannot give a result."""
+        """Raise TuningError if so many rollouts cannot give a result."""
         if rollouts < self.min_rollouts:
-            raise BudgetTooSmall(
+            raise TuningError(
                 f"--max-rollouts {rollouts} is too small: these tasks need at least {self.min_rollouts}, including "
                 f"{self.held_out_rollouts} for the held-out comparison"
             )
@@ -105,7 +105,7 @@ class PromptTuning:
         self._report = report
 
     def run(self) -> Found:
-        """Run until the budget ends. Raises BudgetTooSmall, SeedPromptUnknown, Unjudged, TuningError."""
+        """Run until the budget ends. Raises TuningError, Unjudged."""
         plan = self._plan
         plan.check_budget(self._budget.rollouts)
         self._budget.reserved_rollouts = plan.held_out_rollouts - self._trials.known(plan.sets.held_out)
@@ -152,7 +152,7 @@ class PromptTuning:
         except Unjudged as error:
             raise Unjudged(f"the seed prompt cannot be scored: {error}; see `ratchet judge try`") from error
         except BudgetExceeded as error:
-            raise BudgetTooSmall(f"the budget ended before the seed prompt was scored: {error}") from error
+            raise TuningError(f"the budget ended before the seed prompt was scored: {error}") from error
         failure = self._trials.failure_of_all(self._trials.candidate(seed.text), plan.sets.validation)
         if failure is not None:
             raise TooManyFailures(f"every rollout of the seed prompt failed: {failure}")

@@ -19,7 +19,7 @@ import msgspec
 from ratchet.store.records import JudgeRequest
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.controller.judges.truncation import truncated_json
-from ratchet.trainer.errors import JudgeUnavailable, ReflectionUnavailable, Unanswered
+from ratchet.trainer.errors import JudgeUnavailable, TuningError, Unanswered
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
 
@@ -83,7 +83,7 @@ class ReflectionModel:
         self._repetitions.clear()
 
     def propose(self, prompt: str, examples: Sequence[Example]) -> str:
-        """Return a proposal to improve a prompt. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
+        """Return a proposal to improve a prompt. Raises Unanswered, TuningError, BudgetExceeded."""
         part, what = _PARTS[self._mode]
         taken = len(_INSTRUCTIONS) + len(prompt) + self._max_prompt_chars
         available = max(_MIN_EXAMPLE_CHARS, _BYTES_PER_TOKEN * self._model.spec.context_tokens - taken)
@@ -99,7 +99,7 @@ class ReflectionModel:
         return self._read(json.loads(self._answer(question, ask)))
 
     def chat(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
-        """Return the answer to a chat. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
+        """Return the answer to a chat. Raises Unanswered, TuningError, BudgetExceeded."""
         return self._answer(messages, lambda session: self._model.say(messages, session, temperature))
 
     def _answer(self, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]) -> str:
@@ -124,7 +124,7 @@ class ReflectionModel:
         except JudgeUnavailable as error:
             self._failed += 1
             if self._failed >= _MAX_FAILURES_IN_A_ROW:
-                raise ReflectionUnavailable(
+                raise TuningError(
                     f"the reflection model (tuner.reflection) gives no usable answers: {error}"
                 ) from error
             raise Unanswered(str(error)) from error

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.errors import SeedPromptUnknown
+from ratchet.trainer.errors import TuningError
 from ratchet.tuner.prompts.trials import text_of
 
 Mode = Literal["replace", "append"]
@@ -31,9 +31,9 @@ class SeedPrompt:
 
 
 def given(text: str) -> SeedPrompt:
-    """Return the user's seed prompt. Raises SeedPromptUnknown if it is empty."""
+    """Return the user's seed prompt. Raises TuningError if it is empty."""
     if not text.strip():
-        raise SeedPromptUnknown("the file of --seed-prompt is empty")
+        raise TuningError("the file of --seed-prompt is empty")
     return SeedPrompt(text.strip(), "replace", False, "given by --seed-prompt")
 
 
@@ -54,10 +54,10 @@ def serving(store: Store, alias: str, mode: Mode | None = None) -> SeedPrompt | 
 
 
 def captured(transcripts: Sequence[Transcript], mode: Mode | None = None) -> SeedPrompt:
-    """Return the system prompt of rollouts of different tasks. Raises SeedPromptUnknown if no model was called."""
+    """Return the system prompt of rollouts of different tasks. Raises TuningError if no model was called."""
     sent = {system_prompt(one) for one in transcripts if one.calls}
     if not sent:
-        raise SeedPromptUnknown(
+        raise TuningError(
             "the agent called no model through the proxy in its first rollouts: see `ratchet doctor --workflow`, "
             "or give --seed-prompt FILE"
         )
@@ -65,7 +65,7 @@ def captured(transcripts: Sequence[Transcript], mode: Mode | None = None) -> See
         return SeedPrompt("", "append", True, "a text is appended to the agent's system prompt")
     if len(sent) > 1:
         if mode == "replace":
-            raise SeedPromptUnknown(
+            raise TuningError(
                 "the agent's system prompt differs between tasks: to replace it, give --seed-prompt FILE; to tune a "
                 "text "
                 "that is appended to it, leave --mode replace out"

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from ratchet.trainer.errors import TaskSetTooSmall
+from ratchet.trainer.errors import TaskSetError
 from ratchet.tuner.settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS
 
 _MAX_HELD_OUT_TASKS: Final = 100  # taken from the training split if there is no test split and no number is set
@@ -46,7 +46,7 @@ class Sets:
 def divide(
     tasks: Iterable[HasId], test: Iterable[HasId], sizes: Sizes, seed: int, validation: Iterable[HasId] = ()
 ) -> Sets:
-    """Return the three sets from a training, a test and a validation split. Raises TaskSetTooSmall.
+    """Return the three sets from a training, a test and a validation split. Raises TaskSetError.
 
     An empty split is replaced by a part of `tasks`. The same content and seed give the same sets.
     """
@@ -77,7 +77,7 @@ def _check(sets: Sets) -> None:
         (sets.held_out, MIN_HELD_OUT_TASKS),
     )
     if any(len(found) < minimum for found, minimum in wanted):
-        raise TaskSetTooSmall(
+        raise TaskSetError(
             f"prompt tuning needs at least {MIN_TRAIN_TASKS} training, {MIN_VALIDATION_TASKS} validation and "
             f"{MIN_HELD_OUT_TASKS} "
             f"held-out tasks, {MIN_TRAIN_TASKS + MIN_VALIDATION_TASKS + MIN_HELD_OUT_TASKS} different ones in "

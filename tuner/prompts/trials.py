@@ -19,7 +19,7 @@ from ratchet.store.records import Transcript
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.truncation import shortened
-from ratchet.trainer.errors import PromptRefused, Unjudged
+from ratchet.trainer.errors import SetAside, Unjudged
 from ratchet.trainer.statistics import Mark, Missing
 from ratchet.trainer.tasks import Task
 from ratchet.tuner.prompts.budget import Budget
@@ -98,7 +98,7 @@ class Trials:
         return shortened(json.dumps(dict(self._tasks[task_id].row), ensure_ascii=False, default=str), _MAX_TASK_CHARS)
 
     def scores(self, prompt: str, task_ids: Sequence[str]) -> list[float]:
-        """Return a score for each task. Raises Unjudged, PromptRefused, BudgetExceeded, TuningError."""
+        """Return a score for each task. Raises Unjudged, SetAside, BudgetExceeded, TuningError."""
         scores = self.scores_or_none(prompt, task_ids)
         known = [score for score in scores if score is not None]
         if len(known) < len(scores):
@@ -108,7 +108,7 @@ class Trials:
     def scores_or_none(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
         """Return a score for each task, None if the judge failed.
 
-        Raises PromptRefused, BudgetExceeded, TuningError.
+        Raises SetAside, BudgetExceeded, TuningError.
         """
         candidate = self.candidate(prompt)
         self.ensure_rollouts([(candidate, task, 0) for task in task_ids])
@@ -127,12 +127,10 @@ class Trials:
         )
 
     def candidate(self, prompt: str) -> str:
-        """Return the candidate id of a prompt, which is stored. Raises PromptRefused."""
+        """Return the candidate id of a prompt, which is stored. Raises SetAside."""
         if prompt not in self._names:
             if not prompt.strip() or len(prompt) > self._max_prompt_chars:
-                raise PromptRefused(
-                    f"a proposed prompt has {len(prompt)} characters, not 1 to {self._max_prompt_chars}"
-                )
+                raise SetAside(f"a proposed prompt has {len(prompt)} characters, not 1 to {self._max_prompt_chars}")
             name = self._store.prompts.register(prompt, self._mode, "ratchet tune prompt").id
             self._names[prompt] = name
             self._prompts[name] = prompt

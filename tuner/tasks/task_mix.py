@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from ratchet.trainer.errors import TaskSetError, TaskSetTooSmall
+from ratchet.trainer.errors import TaskSetError
 from ratchet.trainer.tasks import TRAIN, Task, TaskSet
 
 VALIDATION = ("validation", "valid", "val", "dev")  # names of a validation split
@@ -29,21 +29,21 @@ class TaskFamily:
     weight: float = 1.0
 
     def of(self, split: str, limit: int | None = None) -> list[Task]:
-        """Return the tasks of a split with ids `name/id`. Raises SplitNotFound, TaskSetEmpty."""
+        """Return the tasks of a split with ids `name/id`. Raises TaskSetError."""
         return [dataclasses.replace(task, id=f"{self.name}/{task.id}") for task in self.tasks.rows(split, limit)]
 
     def validation(self, limit: int, seed: int, tests: Container[str]) -> list[Task]:
         """Return the validation tasks, without test tasks.
 
         They come from the validation split, or, without one, from the training tasks, at most a quarter of them. Raises
-        TaskSetTooSmall.
+        TaskSetError.
         """
         own = next((split for split in self.tasks.splits() if split in VALIDATION), None)
         found = sorted({task.id: task for task in self.of(own or TRAIN) if task.id not in tests}.values(), key=_id)
         random.Random(f"{seed}/{self.name}/validation").shuffle(found)
         share = len(found) if own else max(1, len(found) // 4)
         if not found or (own is None and len(found) < 2):
-            raise TaskSetTooSmall(
+            raise TaskSetError(
                 f"task set {self.name} has no task left for validation: add training tasks that are not in its test "
                 "split, or a split called validation"
             )
@@ -87,7 +87,7 @@ class TaskMix:
             family.name: [task for task in family.of(TRAIN) if task.id not in excluded] for family in self._families
         }
         if bare := next((name for name, tasks in self._tasks.items() if not tasks), None):
-            raise TaskSetTooSmall(f"task set {bare} has no training tasks: all of them are test or validation tasks")
+            raise TaskSetError(f"task set {bare} has no training tasks: all of them are test or validation tasks")
         self._seed = seed
 
     def draw(self, number: int, count: int) -> list[Task]:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import httpx
 
-from ratchet.trainer.errors import NotCallable, UserCodeError
+from ratchet.trainer.errors import NotCallable, TrainerError
 from ratchet.trainer.user_code.entry_points import ModelServer, accepted_parameters, is_async
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class ChatModels(Mapping[str, Any]):
         self._made: dict[str, Any] = {}
 
     async def find_names(self, without: str | None = None) -> None:
-        """List the server's models but one; of a proxy, those of `model_list`. Raises UserCodeError."""
+        """List the server's models but one; of a proxy, those of `model_list`. Raises TrainerError."""
         url = f"{self._server.base_url.rstrip('/')}/models"
         headers = {"authorization": f"Bearer {self._server.api_key or _NO_KEY}"}
         try:
@@ -147,7 +147,7 @@ class ChatModels(Mapping[str, Any]):
                 cards = (await client.get(url)).raise_for_status().json()["data"]
             names = [str(card["id"]) for card in cards if card.get("owned_by") != _OWN]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserCodeError(
+            raise TrainerError(
                 f"auxiliary_models: {url} names no model ({type(error).__name__}: {error}); correct base_url"
             ) from error
         self._names = tuple(name for name in names if name != without)
@@ -189,7 +189,7 @@ def _chat_model(name: str, server: ModelServer, sampling: dict[str, Any]) -> Any
     try:
         from agentscope.model import OpenAIChatModel
     except ImportError as error:
-        raise UserCodeError(
+        raise TrainerError(
             f"the function takes AgentScope's models, and agentscope cannot be imported ({error}): install it in this "
             "environment, or take `model: str` and `base_url`"
         ) from error

@@ -37,15 +37,11 @@ CATEGORIES = (
 _LOG_TAIL = 1500  # characters of the program's log in an error
 
 
-class EvaluationUnready(TrainerError):
-    """The evaluation cannot be run; the message names the remedy."""
-
-
 def find(folder: Path) -> Path:
-    """Return the environment's Python. Raises EvaluationUnready if it is incomplete."""
+    """Return the environment's Python. Raises TrainerError if it is incomplete."""
     python = folder / "bin" / "python"
     if not _stamp(folder).is_file() or not python.exists():
-        raise EvaluationUnready(
+        raise TrainerError(
             f"{PACKAGE} {VERSION} is not set up in {folder}: run `ratchet eval bfcl --setup` once (about 400 MB), or "
             "name its folder with --environment"
         )
@@ -53,12 +49,12 @@ def find(folder: Path) -> Path:
 
 
 def set_up(folder: Path) -> Path:
-    """Create the environment with pip and its settings; return its Python. Raises EvaluationUnready.
+    """Create the environment with pip and its settings; return its Python. Raises TrainerError.
 
     An existing environment is replaced; any other non-empty folder is refused.
     """
     if folder.exists() and not (folder / "pyvenv.cfg").is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise EvaluationUnready(
+        raise TrainerError(
             f"{folder} is not empty and not a virtual environment: name another folder with --environment"
         )
     shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +74,7 @@ def _stamp(folder: Path) -> Path:
 
 def _run(command: list[str], what: str) -> None:
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
-        raise EvaluationUnready(f"{what} failed: {' '.join(command)}; see its output above")
+        raise TrainerError(f"{what} failed: {' '.join(command)}; see its output above")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +108,7 @@ class BfclRequest(msgspec.Struct, frozen=True, kw_only=True):
 def run_package(
     python: Path, model: str, request: BfclRequest, *, base_url: str, key: str, folder: Path
 ) -> list[Entry]:
-    """Run the package on one version; its files and log stay in the folder. Raises EvaluationUnready."""
+    """Run the package on one version; its files and log stay in the folder. Raises TrainerError."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RATCHET_", "PYTHON"))}
@@ -124,10 +120,10 @@ def run_package(
             env=environment, check=False,
         )  # fmt: skip
     if done.returncode:
-        raise EvaluationUnready(f"{PACKAGE} ended with {done.returncode} on {model}: {_log_tail(log)}")
+        raise TrainerError(f"{PACKAGE} ended with {done.returncode} on {model}: {_log_tail(log)}")
     entries = msgspec.json.decode(done.stdout, type=_ProgramOutput).entries
     if entries and all(entry.broken for entry in entries):
-        raise EvaluationUnready(f"no entry of {model} could be run at {base_url}: {entries[0].broken}; log: {log}")
+        raise TrainerError(f"no entry of {model} could be run at {base_url}: {entries[0].broken}; log: {log}")
     return entries
 
 

@@ -14,7 +14,7 @@ import pytest
 from starlette.types import Receive, Send
 
 from ratchet.store.store import Store, open_store
-from ratchet_bfcl.evaluation import EvaluationUnready, find, set_up
+from ratchet_bfcl.evaluation import TrainerError, find, set_up
 from tests.harness.cli.project import Project
 from tests.harness.clients.program import HOME, SKIP
 from tests.harness.proxy.running_proxy import Proxy, running
@@ -191,6 +191,6 @@ def test_a_folder_that_is_no_environment_is_never_removed(tmp_path: Path, monkey
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "thesis.txt").write_text("years of it")
-    with pytest.raises(EvaluationUnready, match=r"work is not empty and not a virtual environment: .*--environment"):
+    with pytest.raises(TrainerError, match=r"work is not empty and not a virtual environment: .*--environment"):
         set_up(folder)
     assert (folder / "thesis.txt").read_text() == "years of it"

@@ -27,7 +27,7 @@ from ratchet.store.states import PolicyState, PromptMode
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.controller.judges.truncation import fitted_each, shortened
-from ratchet.trainer.errors import JudgeUnavailable, ReflectionUnavailable, TuningError
+from ratchet.trainer.errors import JudgeUnavailable, TuningError
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def learn(
 ) -> LearnedLessons:
     """Request lessons for every failing_families family; `on_family` is called with each name.
 
-    Raises LessonsRefused, ReflectionUnavailable.
+    Raises LessonsRefused, TuningError.
     """
     judge = store.groups.newest_judge_version(alias)
     scores = store.groups.past_scores(alias, judge, settings.max_scores) if judge else []
@@ -179,7 +179,7 @@ def learn(
         except (JudgeUnavailable, LessonsRefused) as error:
             problems[family] = str(error)
     if not lessons:
-        raise ReflectionUnavailable(f"no lessons for any family: {next(iter(problems.values()))}")
+        raise TuningError(f"no lessons for any family: {next(iter(problems.values()))}")
     tokens = sum(one.prompt_tokens + one.completion_tokens for one in session.judge_requests)
     return LearnedLessons(lessons, found, problems, tokens, session.cost)
 

@@ -13,7 +13,7 @@ from ratchet.store.records import PastScore, Prompt, Verdict
 from ratchet.store.states import PolicyState, PromptMode
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.errors import ReflectionUnavailable
+from ratchet.trainer.errors import TuningError
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet_lessons.lessons import (
     HEADER,
@@ -161,7 +161,7 @@ def test_an_unsafe_lesson_is_rejected_and_requested_again(
     assert learned.lessons["task:mail"][0] == "Search before you answer."
     assert why in scripted.requests[1]["messages"][-1]["content"]
     scripted.answers = [says({"diagnosis": "d", "lessons": [lesson]})] * 2
-    with pytest.raises(ReflectionUnavailable, match=why):
+    with pytest.raises(TuningError, match=why):
         learn(store, "agent", model, SETTINGS)
 
 
@@ -188,7 +188,7 @@ def test_evaluations_and_deleted_attempts_are_not_learnt_from(
         learn(store, "agent", model, SETTINGS)
     for number in range(2):
         tried(store, f"mail/{number}", 0.0, purpose="eval")
-    with pytest.raises(ReflectionUnavailable, match="are evaluations"):
+    with pytest.raises(TuningError, match="are evaluations"):
         learn(store, "agent", model, SETTINGS)
     gone = [tried(store, f"math/{number}", 0.0) for number in range(3)]
     store.deletions.delete(TrajectoryFilter(id=gone[0]), "asked")
@@ -205,7 +205,7 @@ def test_a_model_that_is_down_is_reported_and_no_ramp_starts(
     for number in range(2):
         tried(store, f"mail/{number}", 0.0)
     scripted.answers = [(503, "busy")] * 2
-    with pytest.raises(ReflectionUnavailable, match="no lessons for any family"):
+    with pytest.raises(TuningError, match="no lessons for any family"):
         learn(store, "agent", model, SETTINGS)
     assert len(store.policies.all("agent")) == 1
 

@@ -117,7 +117,7 @@ def test_mipro_leaves_an_unjudged_rollout_out_of_the_mean(outcome: dict[str, Any
 
 
 def test_mipro_ends_when_the_reflection_model_is_down(outcome: dict[str, Any]) -> None:
-    assert outcome["down"]["error"] == "ReflectionUnavailable"
+    assert outcome["down"]["error"] == "TuningError"
 
 
 @pytest.fixture

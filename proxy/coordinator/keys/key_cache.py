@@ -28,7 +28,7 @@ from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
 from ratchet.proxy.coordinator.limits.sharing import Sharing
 from ratchet.proxy.coordinator.limits.token_budgets import Budgets, TokenBudget
 from ratchet.proxy.coordinator.versions.policy_cache import FULL_ACCESS, Access
-from ratchet.proxy.errors import InvalidApiKey, NotReady, StartError
+from ratchet.proxy.errors import InvalidApiKey, NotReady, ProxyError
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.errors import StoreError
@@ -170,7 +170,7 @@ class KeyCache:
     # --- the copy ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Read the store's keys. Raises StartError if other machines can reach the host and no agent has a key."""
+        """Read the store's keys. Raises ProxyError if other machines can reach the host and no agent has a key."""
         await self._refresh()
         if self._rows is not None:
             check_host_has_keys(self._settings, self._rows)
@@ -279,13 +279,13 @@ class KeyCache:
 
 
 def check_host_has_keys(settings: ProxySettings, rows: Iterable[Key]) -> None:
-    """Raise StartError if other machines can reach the host and no agent has a valid key. `rows`: the store's keys."""
+    """Raise ProxyError if other machines can reach the host and no agent has a valid key. `rows`: the store's keys."""
     if is_loopback(settings.host) or settings.key_hashes:
         return
     now = time.time()
     if any(row.expires_at is None or row.expires_at > now for row in _not_revoked(rows, KeyScope.AGENT)):
         return
-    raise StartError(
+    raise ProxyError(
         f"host {settings.host} can be reached from other machines, but there is no API key: create one with "
         f"`ratchet keys create --name NAME`, or set {KEYS_VARIABLE} to one or more keys, separated by commas, "
         "or use host 127.0.0.1"

@@ -26,7 +26,7 @@ class LeftJournals:
         self._make = make
 
     async def start(self) -> None:
-        """Ship them. Raises StartError if one is in use by another proxy."""
+        """Ship them. Raises ProxyError if one is in use by another proxy."""
         for folder in sorted(self._folder.glob("worker-*")):
             if folder.name in self._workers or not segment_numbers(folder):
                 continue

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.telemetry.call_telemetry import CallTiming
 from ratchet.proxy.worker.http.request_identity import trace_headers
 from ratchet.store.install_hint import install_hint
@@ -115,7 +115,7 @@ class CallSpans:
 def make_spans(endpoint: str | None, environ: Mapping[str, str]) -> CallSpans | None:
     """Return the spans if the setting or the environment enables them, else None.
 
-    Raises StartError if the setting enables them and OpenTelemetry is not installed. If only the environment does,
+    Raises ProxyError if the setting enables them and OpenTelemetry is not installed. If only the environment does,
     that is a warning: its variables are often set for all programs of a machine.
     """
     address = endpoint or next((environ[name] for name in _ENDPOINTS if environ.get(name)), None)
@@ -127,7 +127,7 @@ def make_spans(endpoint: str | None, environ: Mapping[str, str]) -> CallSpans | 
     except ModuleNotFoundError as error:
         remedy = install_hint("otel")
         if endpoint:
-            raise StartError(f"otlp_endpoint is set, {error.name} is not installed: {remedy}, or unset it") from error
+            raise ProxyError(f"otlp_endpoint is set, {error.name} is not installed: {remedy}, or unset it") from error
         log.warning("event=no_spans reason='%s is not installed: %s'", error.name, remedy)
         return None
 

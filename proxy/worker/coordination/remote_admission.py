@@ -31,7 +31,7 @@ from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker
 from ratchet.proxy.coordinator.unheard_workers import ALONE_SECONDS
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
-from ratchet.proxy.errors import BadRequest, StartError
+from ratchet.proxy.errors import BadRequest, ProxyError
 from ratchet.proxy.messages.admission_records import AdmissionRequest, EndedCall
 from ratchet.proxy.messages.coordinator_messages import (
     Answer,
@@ -114,14 +114,14 @@ class RemoteAdmission:
         metrics.coordinator_up.set_function(lambda: self._is_connected)
 
     async def start(self) -> None:
-        """Begin the session. Raises StartError if the coordinator does not answer to a worker that has not served."""
+        """Begin the session. Raises ProxyError if the coordinator does not answer to a worker that has not served."""
         patience = _START_SECONDS if self._restore is None else ALONE_SECONDS
         try:
             async with asyncio.timeout(patience):
                 await self._connect()
         except TimeoutError:
             if self._restore is None:
-                raise StartError(
+                raise ProxyError(
                     f"the coordinator did not answer within {_START_SECONDS:g} s: {self._batches.refusal}"
                 ) from None
             self._linker = self._make_linker()

@@ -32,7 +32,6 @@ from ratchet.proxy.exact.scale_out import (
     Fields,
     Rendered,
     ScaleOut,
-    ScaleOutError,
     generate_body,
 )
 from ratchet.proxy.exact.splice import Context, ContextFork, Spliced, splice
@@ -195,7 +194,7 @@ class ExactForwarder:
                 text = await response.read()
             finally:
                 response.close()
-            raise ScaleOutError(f"{GENERATE} answered {response.status} {text[:300].decode('utf-8', 'replace')}")
+            raise UpstreamError(f"{GENERATE} answered {response.status} {text[:300].decode('utf-8', 'replace')}")
         return response
 
     async def _derender(

@@ -1,6 +1,6 @@
 """The certificate that the proxy serves HTTPS with, read again when its files change.
 
-Promises: a pair that cannot be used at the start is a StartError that names the setting and the remedy; one that cannot
+Promises: a pair that cannot be used at the start is a ProxyError that names the setting and the remedy; one that cannot
 be used later is logged once, and the last good pair stays in force. New connections get the new certificate, open ones
 are left alone. An encrypted key is refused: nobody is asked for a password.
 """
@@ -13,7 +13,7 @@ import ssl
 from pathlib import Path
 from typing import NoReturn
 
-from ratchet.proxy.errors import StartError
+from ratchet.proxy.errors import ProxyError
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -24,7 +24,7 @@ class TlsCertificate:
     """The pair of `tls_certificate` and `tls_key`; without a key file, the certificate's file holds both."""
 
     def __init__(self, certificate: Path, key: Path | None) -> None:
-        """Read the pair. Raises StartError."""
+        """Read the pair. Raises ProxyError."""
         self._certificate = certificate
         self._key = key
         self._seen = self._state_of_files()
@@ -32,7 +32,7 @@ class TlsCertificate:
         self.context.set_alpn_protocols(["http/1.1"])
         problem = self._load()
         if problem is not None:
-            raise StartError(problem)
+            raise ProxyError(problem)
 
     async def watch(self) -> None:
         """Read the pair again whenever a file changes, until cancelled."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ratchet.trainer.errors import CheckpointUnwritable, RowError, TrainerError
+from ratchet.trainer.errors import CheckpointError, RowError, TrainerError
 from ratchet.trainer.learner import distributed
 from ratchet.trainer.learner.host import Learner, LearnerHost
 from ratchet.trainer.learner_api import RoundReport
@@ -110,7 +110,7 @@ def lead(line: distributed.FollowerChannel, case: str, model: str, folder: Path)
         with contextlib.suppress(RowError):
             learner.train_round([wide] * (400 if case.endswith("memory") else 2))
         learner.score(build_rows(3))
-        with contextlib.suppress(CheckpointUnwritable):
+        with contextlib.suppress(CheckpointError):
             if case == "all_cannot_save":
                 learner.save(Path("/proc/nowhere"))
         learner.save(folder / case / "0001")

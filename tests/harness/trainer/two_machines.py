@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ratchet.trainer.errors import LearnerRefused
+from ratchet.trainer.errors import LearnerServiceError
 from ratchet.trainer.learner_service.process import LearnerProcessIdentity, compare_processes
 
 
@@ -73,7 +73,7 @@ def main(version: str, weights: str) -> int:
     machine = os.environ["MACHINE"]
     try:
         compare_processes(LearnerProcessIdentity(machine, version, "base", {"weights": weights}), os.environ)
-    except LearnerRefused as refusal:
+    except LearnerServiceError as refusal:
         print(f"{machine} refused: {refusal}", flush=True)
         return 1
     print(f"{machine} is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)

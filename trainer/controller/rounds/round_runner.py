@@ -174,7 +174,7 @@ class RoundRunner:
         """Return (version, its reference) of the newest version that is not rejected, else (0, None).
 
         The store decides, not the newest folder. Raises CheckpointDamaged if that version is incomplete,
-        AdapterStoreUnreachable, AdapterStoreRefused.
+        AdapterStoreUnreachable, CheckpointError.
         """
         newest = self._store.rounds.newest_committed(self._alias)
         if newest is None or newest.checkpoint is None or newest.to_version is None:
