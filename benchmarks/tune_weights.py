@@ -27,7 +27,7 @@ from ratchet.store.operation_records import Rollout
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store, open_store
 from ratchet.supervisor import signals
-from ratchet.tuner.weights.weights_plan import LIVE
+from ratchet.tuner.weights.weight_tuning import LIVE
 
 ROOT = Path(__file__).parents[1]
 _POLL = 0.2  # seconds

@@ -29,7 +29,7 @@ import openai
 from ratchet.store.store import open_store
 from ratchet.trainer.tasks import Task, content_id
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
+from ratchet.tuner.rollouts.workflow import WorkflowOutput
 from ratchet.tuner.settings import TunerSettings
 from tests.harness.proxy.servers import ProxyProcess, VllmProcess
 

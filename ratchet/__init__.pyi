@@ -1,22 +1,22 @@
+from ratchet.api.arguments import Family as Family
+from ratchet.api.arguments import Tasks as Tasks
+from ratchet.api.evaluate import Attempt as Attempt
+from ratchet.api.evaluate import Evaluation as Evaluation
 from ratchet.api.evaluate import evaluate as evaluate
 from ratchet.api.evaluate import evaluate_async as evaluate_async
-from ratchet.api.evaluation import Attempt as Attempt
-from ratchet.api.evaluation import Evaluation as Evaluation
-from ratchet.api.families import Family as Family
+from ratchet.api.evaluate import select_model as select_model
+from ratchet.api.evaluate import select_model_async as select_model_async
 from ratchet.api.gather import gather as gather
 from ratchet.api.gather import gather_async as gather_async
 from ratchet.api.runs import RunStatus as RunStatus
 from ratchet.api.runs import TuningRun as TuningRun
-from ratchet.api.score import score as score
-from ratchet.api.score import score_async as score_async
-from ratchet.api.select_model import select_model as select_model
-from ratchet.api.select_model import select_model_async as select_model_async
-from ratchet.api.tasks import Tasks as Tasks
 from ratchet.api.train import TrainedVersion as TrainedVersion
 from ratchet.api.train import services as services
 from ratchet.api.train import train as train
 from ratchet.api.train import train_async as train_async
 from ratchet.api.try_out import TryOut as TryOut
+from ratchet.api.try_out import score as score
+from ratchet.api.try_out import score_async as score_async
 from ratchet.api.try_out import try_judge as try_judge
 from ratchet.api.try_out import try_judge_async as try_judge_async
 from ratchet.api.try_out import try_out as try_out
@@ -33,10 +33,10 @@ from ratchet.trainer.errors import TaskSetError as TaskSetError
 from ratchet.trainer.errors import TuningError as TuningError
 from ratchet.trainer.errors import WorkflowError as WorkflowError
 from ratchet.trainer.user_code.judgement import Judgement as Judgement
-from ratchet.tuner.rollouts.trajectory_groups import SampledCall as SampledCall
-from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory as ScoredTrajectory
-from ratchet.tuner.rollouts.trajectory_groups import TrajectoryGroup as TrajectoryGroup
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput as WorkflowOutput
+from ratchet.tuner.rollouts.workflow import WorkflowOutput as WorkflowOutput
+from ratchet.tuner.weights.trajectory_groups import SampledCall as SampledCall
+from ratchet.tuner.weights.trajectory_groups import ScoredTrajectory as ScoredTrajectory
+from ratchet.tuner.weights.trajectory_groups import TrajectoryGroup as TrajectoryGroup
 
 __version__: str
 _MODULES: dict[str, str]

@@ -6,7 +6,6 @@ Importing this is part of `ratchet --help`: everything slow is imported inside t
 from __future__ import annotations
 
 import functools
-import getpass
 import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ratchet.output import print_json as print_json
+from ratchet.settings.state_folder import current_user as current_user
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
@@ -294,11 +294,3 @@ def open_store_for_command(url: str, *, create: bool = False) -> closing[Store]:
 def open_project_store(context: click.Context, **options: Any) -> closing[Store]:
     """Open the store of the project's current or last run, which exists; options win. Raises SettingsError."""
     return open_store_for_command(read_project_settings(context, options).store_url)
-
-
-def current_user() -> str:
-    """Return the user's name, for records of decisions."""
-    try:
-        return getpass.getuser()
-    except OSError:  # a container may run under a number without a name
-        return "a person"

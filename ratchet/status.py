@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ratchet import __version__, options
+from ratchet.api.run_lease import interruption
 from ratchet.errors import CliError
 from ratchet.output import pyplot, strip_control_characters
 from ratchet.settings.project_settings import Settings
@@ -33,7 +34,6 @@ from ratchet.supervisor.project_lock import orphaned_pid
 from ratchet.supervisor.up import last_proxy_url, read_run_state
 from ratchet.trainer.controller.rounds.backlog import RoundSize
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.tuning.run_lease import interruption
 
 if TYPE_CHECKING:
     from ratchet.store.records import Round

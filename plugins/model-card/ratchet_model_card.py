@@ -30,7 +30,7 @@ from ratchet.store.reports.learning_report import (
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store
 from ratchet.store.training.rounds import TrainingData
-from ratchet.tuner.reports.tuning_result import TuningResult, read
+from ratchet.tuner.reports import TuningResult, read
 
 _MAX_ROWS = 30  # per table
 _WARM_START = "warm_start"  # key of a round's metrics

@@ -41,7 +41,7 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from ratchet.trainer.errors import TaskSetError, TaskSetNotFound, WorkflowError, WorkflowFailed
 from ratchet.trainer.tasks import TRAIN, Numbered, TaskSet, content_id
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
+from ratchet.tuner.rollouts.workflow import WorkflowOutput
 
 ROW = "verifiers"  # the column that holds the description and the task's key
 

@@ -1,28 +1,39 @@
-"""Runs a coroutine to its end for synchronous callers, also where an event loop runs already, as in a notebook."""
+"""The synchronous form of the async functions, also where an event loop runs already, as in a notebook."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _POLL = 0.05  # seconds
 
 
+def synchronous(function: Callable[_P, Coroutine[Any, Any, _T]]) -> Callable[_P, _T]:
+    """Return the synchronous form of an async function `NAME_async`: `NAME`, with its parameters, types and text."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return run_to_end(function(*args, **kwargs))
+
+    run.__name__ = run.__qualname__ = function.__name__.removesuffix("_async")
+    return run
+
+
 def run_to_end(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """Return the coroutine's result. Ctrl-C cancels it, and waits until it has ended."""
-    return _in_a_thread(coroutine) if _is_loop_running() else asyncio.run(coroutine)
-
-
-def _is_loop_running() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        is_loop_running = False
+    else:
+        is_loop_running = True
+    return _in_a_thread(coroutine) if is_loop_running else asyncio.run(coroutine)
 
 
 def _in_a_thread(coroutine: Coroutine[Any, Any, _T]) -> _T:

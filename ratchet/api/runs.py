@@ -14,16 +14,19 @@ from typing import Any, Self
 
 import msgspec
 
+from ratchet.api import reports
 from ratchet.api.arguments import Arguments
+from ratchet.api.context import open_store
 from ratchet.api.event_loop import check_interrupted
+from ratchet.api.run_lease import RunCaller, interruption
 from ratchet.errors import InvalidArgument, RunCancelled
-from ratchet.options import current_user
+from ratchet.settings.state_folder import current_user
 from ratchet.store.operation_records import Tuning
 from ratchet.store.states import RolloutState, TuningState
-from ratchet.tuner.reports.tuning_result import TuningResult, read
-from ratchet.tuning.caller import RunCaller
-from ratchet.tuning.context import open_store
-from ratchet.tuning.run_lease import interruption
+from ratchet.store.store import Store
+from ratchet.trainer.adapters.adapter_store import AdapterStore
+from ratchet.tuner.reports import TuningResult, read
+from ratchet.tuner.selection.model_selection import Selection
 
 Work = Callable[[RunCaller], object]
 _POLL = 0.05  # seconds
@@ -137,13 +140,9 @@ class TuningRun:
 
     def report(self) -> str:
         """Return the result as text, as the command prints it. Raises InvalidArgument unless it is done."""
-        from ratchet.tuner.selection.choice import Selection
-        from ratchet.tuning import reports
-        from ratchet.tuning.tune_prompt import PromptOutcome
-
         result, text = self.result, io.StringIO()
         if result.method == "prompt":
-            return "\n".join(PromptOutcome(self._id, msgspec.to_builtins(result)).lines())
+            return "\n".join(reports.prompt_lines(self._id, result))
         if result.method == "weights":
             reports.show_weights(result, text)
         else:
@@ -158,9 +157,6 @@ class TuningRun:
 
         Raises InvalidArgument if there is nothing to release, CheckpointDamaged if the version's files are damaged.
         """
-        from ratchet.trainer.adapters.adapter_store import AdapterStore
-        from ratchet.tuning.tune_prompt import create_candidate
-
         result = self.result
         with open_store(self._settings.store_url, create=False) as store:
             if result.method == "prompt":
@@ -280,3 +276,25 @@ async def start(given: Arguments, kind: str, resume: str | None, work: Work) -> 
         raise InvalidArgument(f"resume={resume!r}: that run is a {run.kind} run")
     found = TuningRun(given, resume)
     return found if run.state is TuningState.DONE else await found._start(work)._wait_for_id()
+
+
+def create_candidate(store: Store, name: str, *, force: bool = False) -> str:
+    """Create a candidate version with a run's prompt; return `alias@version`. Raises InvalidArgument, StoreError."""
+    run = store.tunings.get(name)
+    details = (run.result or {}).get("details", {})
+    if run.kind != "prompt" or run.state != "done":
+        raise InvalidArgument(f"run {name} ({run.kind}, {run.state}) has no prompt to promote")
+    if details["prompt_id"] is None:
+        raise InvalidArgument(f"run {name} found no better prompt than its seed prompt")
+    if (model := run.config.get("listed_model")) is not None:
+        raise InvalidArgument(
+            f"run {name} tuned the prompt of {model}, a model of model_list, which has no versions: give the prompt to "
+            "your agent as its system prompt (--out FILE writes it; in Python run.best)"
+        )
+    if details["verdict"] != "better" and not force:
+        raise InvalidArgument(
+            f"run {name}: {details['verdict']}, {details['why']}; promote it anyway with --force (in Python force=True)"
+        )
+    evidence = {"tuning": name, "verdict": details["verdict"], "gain": (run.result or {}).get("gain")}
+    policy = store.policies.register_prompt_version(run.alias, details["prompt_id"], evidence)
+    return f"{policy.alias}@{policy.version}"

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ratchet.api.arguments import Arguments, read_arguments
-from ratchet.api.event_loop import run_to_end
+from ratchet.api.arguments import read_arguments
+from ratchet.api.context import open_store
+from ratchet.api.event_loop import synchronous
+from ratchet.api.run_lease import RunCaller, RunLease
 from ratchet.api.runs import start
-from ratchet.errors import RunCancelled
+from ratchet.errors import InvalidArgument, RunCancelled
 from ratchet.output import print_note
 from ratchet.settings.project_settings import Settings
-from ratchet.supervisor.up import ProjectServices, attach_or_start
-from ratchet.tuner.rollouts.trajectory_groups import TrajectoryGroup
-from ratchet.tuner.weights.given_groups import read_given
-from ratchet.tuning import train_groups
-from ratchet.tuning.caller import RunCaller
-from ratchet.tuning.context import open_store
+from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
+from ratchet.store.reasons import DropReason
+from ratchet.store.records import Group, Policy
+from ratchet.store.states import GroupState, PolicyState
+from ratchet.store.store import Store
+from ratchet.supervisor.up import ProjectServices, attach_or_start, read_run_state
+from ratchet.trainer.errors import TuningError
+from ratchet.tuner.weights.trajectory_groups import (
+    Given,
+    TrajectoryGroup,
+    describe_left_out,
+    hand_over,
+    read_given,
+)
+
+_KIND = "train"
+_POLL = 0.1  # seconds
+_SERVED_WITHIN = 30.0  # seconds, for the proxies to serve a version that is live
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +59,7 @@ class TrainedVersion:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-def train(
+async def train_async(
     groups: Sequence[TrajectoryGroup],
     *,
     timeout: float | None = None,
@@ -57,7 +72,8 @@ def train(
 
     It uses the running project; if none runs, vLLM, proxy and trainer are started for the call and stopped at its end
     (for a loop, see `ratchet.services`). The trainer's judge is not called: the rewards are the scores. A round
-    starts at once, with at most `trainer.groups_per_round` groups; further ones make further rounds.
+    starts at once, with at most `trainer.groups_per_round` groups; further ones make further rounds. `train_async` is
+    for an event loop that runs already.
 
     groups      what `gather` returned, or groups of imported trajectories: token ids with logprobs, and rewards
     timeout     seconds; None: no limit
@@ -71,29 +87,17 @@ def train(
     TuningError if nothing is left, if a trajectory is malformed or was trained before, or if the trainer dropped all
     groups; TimeoutError, with the trainer going on; CliError if the services cannot be started.
     """
-    return run_to_end(train_async(**locals()))
-
-
-async def train_async(
-    groups: Sequence[TrajectoryGroup],
-    *,
-    timeout: float | None = None,
-    agent: str | None = None,
-    base_model: str | None = None,
-    project: str | None = None,
-    config: str | Path | None = None,
-) -> TrainedVersion:
-    """Do what `train` does, beside the running event loop."""
+    arguments = locals()
     chosen = read_given(groups)
-    given = _arguments(agent, base_model, project, config)
-    settings = train_groups.with_trainer(given.settings)
+    given = read_arguments(arguments)
+    settings = _with_trainer(given.settings)
 
     def work(caller: RunCaller) -> None:
         with _services(settings, caller) as running:
-            train_groups.train(settings, chosen, timeout, caller, running.check)
+            _train(settings, chosen, timeout, caller, running.check)
 
     try:
-        run = await (await start(given, train_groups.KIND, None, work))
+        run = await (await start(given, _KIND, None, work))
     except RunCancelled as cancelled:
         raise RunCancelled(
             "the call was cancelled; a running project goes on: call it again with the same groups"
@@ -101,6 +105,9 @@ async def train_async(
     with open_store(settings.store_url, create=False) as store:
         result = dict(store.tunings.get(run.id).result or {})
     return TrainedVersion(name=f"{settings.model}@{result.pop('version')}", **result)
+
+
+train = synchronous(train_async)
 
 
 @contextmanager
@@ -116,8 +123,7 @@ def services(
     Use it around a loop of `gather` and `train`, to start them once. The arguments are those of `train`. Raises
     CliError if they cannot be started.
     """
-    settings = train_groups.with_trainer(_arguments(agent, base_model, project, config).settings)
-    with _services(settings, RunCaller()) as running:
+    with _services(_with_trainer(read_arguments(locals()).settings), RunCaller()) as running:
         yield running.base_url
 
 
@@ -131,8 +137,144 @@ def _services(settings: Settings, caller: RunCaller) -> Iterator[ProjectServices
         yield running
 
 
-def _arguments(agent: str | None, base_model: str | None, project: str | None, config: str | Path | None) -> Arguments:
-    unused = dict.fromkeys(("workflow", "judge", "tasks", "attempts", "concurrency", "seed", "test_size"))
-    return read_arguments(
-        unused | {"agent": agent, "base_model": base_model, "project": project, "config": config}
-    )  # fmt: skip
+def _with_trainer(settings: Settings) -> Settings:
+    """Return settings with which a trainer starts: it needs a judge, though rewards are given here.
+
+    Services that run elsewhere (tuner.proxy_url) are left to themselves.
+
+    Raises InvalidArgument if nothing runs and no base model is set, or if the running project trains nothing.
+    """
+    running = read_run_state(settings.state)
+    if settings.tuner_settings().proxy_url:
+        return settings
+    if running and "trainer" not in running.get("services", {}):
+        raise InvalidArgument(
+            f"project {settings.project} runs without a trainer: set trainer.judge in ratchet.yaml ({{kind: workflow}} "
+            "if rewards are given in Python) and restart it, or stop it so that services are started for this call"
+        )
+    if not running and settings.base_model is None:
+        raise InvalidArgument(
+            f"project {settings.project} does not run: start it with `ratchet up`, or give base_model= to start it for "
+            "this call"
+        )
+    if settings.has_judge:
+        return settings
+    return settings.model_copy(update={"trainer": {**settings.trainer, "judge": {"kind": "workflow"}}})
+
+
+def _train(
+    settings: Settings, given: Given, timeout: float | None, caller: RunCaller, check: Callable[[], None]
+) -> None:
+    """Train and wait; the result is stored with the run. `check` raises once the services have ended.
+
+    Raises TuningError: the groups cannot be trained, or were dropped.
+    """
+    alias = settings.model
+    with open_store(settings.store_url) as store:
+        config = {"groups": len(given.groups), "trajectories": sum(len(members) for _, members in given.groups)}
+        lease = RunLease(store, caller)
+        with lease.acquire(store.tunings.begin(_KIND, alias, config).id, resumable=False) as run:
+            groups = hand_over(store, alias, run.id, given)
+            if left_out := describe_left_out(given.left_out):
+                print_note(f"not trained: {left_out}")
+            wait = _Wait(store, timeout, lease.check, check)
+            version = _version_of(wait, alias, groups)
+            immediate = (settings.trainer.get("release") or {}).get("policy") != "guarded"
+            policy = _decided(wait, version, immediate=immediate)
+            store.tunings.end(run.id, "done", _result(store, policy, groups, given.left_out))
+
+
+class _Wait:
+    """Waits for the trainer; tells of its alarms, and stops if the caller cancels or a service ends."""
+
+    def __init__(self, store: Store, timeout: float | None, *checks: Callable[[], None]) -> None:
+        self.store = store
+        self._until = None if timeout is None else time.monotonic() + timeout
+        self._timeout = timeout
+        self._checks = checks
+        self._began = time.time()
+        self._known: set[str] = set()
+
+    def until(self, what: str, holds: Callable[[], bool]) -> None:
+        """Return once `holds` returns true. Raises TimeoutError."""
+        while not holds():
+            for check in self._checks:
+                check()
+            for alarm in self.store.alarms.active():
+                if alarm.last_raised_at >= self._began and alarm.name not in self._known:
+                    self._known.add(alarm.name)
+                    print_note(f"alarm {alarm.name}: {alarm.reason}")
+            if self._until is not None and time.monotonic() > self._until:
+                raise TimeoutError(
+                    f"not within {self._timeout:g} s: {what}; the trainer goes on: call it again with the same groups"
+                )
+            time.sleep(_POLL)
+
+
+def _version_of(wait: _Wait, alias: str, groups: Sequence[str]) -> Policy:
+    """Wait until the groups are trained; return the newest version. Raises TuningError if all were dropped."""
+    closed: dict[str, Group] = {}
+
+    def all_closed() -> bool:
+        for name in groups:
+            if name not in closed and (found := wait.store.groups.get(name)).state is not GroupState.JUDGED:
+                closed[name] = found
+        return len(closed) == len(groups)
+
+    wait.until("the training of the groups", all_closed)
+    rounds = {
+        wait.store.trajectories.get(one.members[0]).round_id
+        for one in closed.values()
+        if one.state is GroupState.TRAINED and one.members
+    }
+    versions = [wait.store.rounds.get(name).to_version for name in rounds if name is not None]
+    if not versions:
+        reasons = sorted({_meaning(one.drop_reason) for one in closed.values()})
+        raise TuningError(f"no group was trained: {'; '.join(reasons)}")
+    return wait.store.policies.get(alias, max(version for version in versions if version is not None))
+
+
+def _meaning(reason: str | None) -> str:
+    return next((f"{one}: {one.meaning}" for one in DropReason if one == reason), str(reason))
+
+
+def _decided(wait: _Wait, policy: Policy, *, immediate: bool) -> Policy:
+    """Wait until a version is live, or will not become live without traffic or a person; return it.
+
+    Of a live one, also wait, for a limited time, until every proxy starts trajectories on it.
+    """
+    alias, version, policies = policy.alias, policy.version, wait.store.policies
+    passing = {PolicyState.CANDIDATE, *((PolicyState.RAMP,) if immediate else ())}
+
+    def decided() -> bool:
+        if policies.get(alias, version).state not in passing:
+            return True
+        held = policies.awaiting_approval(alias)
+        return held is not None and held.version == version
+
+    wait.until(f"the release of {alias}@{version}", decided)
+    found = policies.get(alias, version)
+    until = time.monotonic() + _SERVED_WITHIN
+
+    def served() -> bool:
+        proxies = wait.store.proxy_instances.running(alias, time.time() - PROXY_TIMEOUT_SECONDS)
+        behind = any(one.live_versions[alias] < version for one in proxies)
+        return not behind or time.monotonic() > until
+
+    if found.state is PolicyState.LIVE:
+        wait.until(f"{alias}@{version} in every proxy", served)
+    return found
+
+
+def _result(store: Store, policy: Policy, groups: Sequence[str], left_out: Mapping[str, int]) -> dict[str, Any]:
+    found = [store.groups.get(name) for name in groups]
+    trained = [one for one in found if one.state is GroupState.TRAINED]
+    reasons = dict(left_out)
+    for one in found:
+        if one.state is GroupState.DROPPED:
+            reasons[str(one.drop_reason)] = reasons.get(str(one.drop_reason), 0) + len(one.members)
+    metrics = {} if policy.round_id is None else store.rounds.get(policy.round_id).metrics
+    return {
+        "version": policy.version, "state": str(policy.state), "groups": len(trained),
+        "trajectories": sum(len(one.members) for one in trained), "left_out": reasons, "metrics": metrics,
+    }  # fmt: skip

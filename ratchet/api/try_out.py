@@ -1,4 +1,4 @@
-"""Tries a workflow and a judge on one task, without a project: nothing is started, recorded or trained.
+"""A workflow, a judge or an evaluation without a project: nothing is started, recorded, stored or trained.
 
 The workflow calls any OpenAI-compatible server, and the judge gets the task and the response. Judges that read the
 calls (`trajectory`, `tool_outcomes`) need `messages`, or a recorded trajectory: `ratchet judge try TRAJECTORY`.
@@ -11,27 +11,39 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from pydantic import ValidationError
 
-from ratchet.api.arguments import AnyJudge, AnyWorkflow
-from ratchet.api.event_loop import run_to_end
+from ratchet.api.arguments import AnyJudge, AnyWorkflow, Arguments, read_arguments
+from ratchet.api.context import judge_of, model_server_of, task_set_of
+from ratchet.api.event_loop import synchronous
+from ratchet.errors import InvalidArgument
+from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Trajectory, Transcript, Verdict, WorkflowResult
-from ratchet.store.states import TrajectoryState
+from ratchet.store.states import RolloutState, TrajectoryState
 from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.errors import JudgeError, TaskSetError, WorkflowError, WorkflowFailed
+from ratchet.trainer.errors import JudgeError, TaskSetError, TuningError, WorkflowError, WorkflowFailed
+from ratchet.trainer.observability.progress import Phase, Progress, watch_for_command
 from ratchet.trainer.settings.judge_specs import FunctionSpec, read_spec
-from ratchet.trainer.tasks import content_id
+from ratchet.trainer.statistics import ScoreRange
+from ratchet.trainer.tasks import Task, content_id
 from ratchet.trainer.user_code.entry_points import ModelServer
 from ratchet.trainer.user_code.judgement import Judgement
-from ratchet.tuner.rollouts.runner import NO_KEY, describe_error
-from ratchet.tuner.rollouts.workflow import FunctionWorkflow, Workflow, load_workflow
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput, plain
+from ratchet.tuner.rollouts.prices import prices_of
+from ratchet.tuner.rollouts.runner import NO_KEY, ROLLOUTS, RolloutJob, describe_error, plan_rollout
+from ratchet.tuner.rollouts.scoring import NO_JUDGE, SCORES
+from ratchet.tuner.rollouts.workflow import FunctionWorkflow, Workflow, WorkflowOutput, load_workflow, plain
+from ratchet.tuner.selection.model_selection import Selection, commonest, jobs_of_task, select
+from ratchet.tuner.settings import TunerSettings
+from ratchet.tuner.weights.trajectory_groups import ScoredTrajectory, TrajectoryGroup, check_groups
 
 _MODELS_TIMEOUT = 10.0  # seconds
 
@@ -50,7 +62,7 @@ class TryOut:
     seconds: float
 
 
-def try_out(
+async def try_out_async(
     workflow: AnyWorkflow,
     judge: AnyJudge | None,
     task: Mapping[str, Any],
@@ -63,6 +75,8 @@ def try_out(
 ) -> TryOut:
     """Run a workflow and a judge on one task, as training would. Also works in a notebook.
 
+    `try_out_async` runs an async workflow in the event loop that runs already.
+
     workflow  a function, sync or async, `module:function`, or a command line (docs/tuner.md)
     judge     a function, sync or async, `module:function`, or the mapping of a judge's kind (docs/judges.md); None:
               the workflow returns a reward
@@ -72,29 +86,12 @@ def try_out(
 
     Raises WorkflowError and JudgeError: one of the two cannot be loaded, or fails.
     """
-    return run_to_end(
-        try_out_async(
-            workflow, judge, task, base_url=base_url, model=model, api_key=api_key, system_prompt=system_prompt,
-            seed=seed,
+    if not isinstance(task, Mapping):
+        raise TaskSetError(
+            f"task is {task!r:.100}: give a task's row, a mapping such as {{'question': ...}}; `ratchet.Tasks(...)` "
+            "yields rows"
         )
-    )  # fmt: skip
-
-
-async def try_out_async(
-    workflow: AnyWorkflow,
-    judge: AnyJudge | None,
-    task: Mapping[str, Any],
-    *,
-    base_url: str,
-    model: str | None = None,
-    api_key: str | None = None,
-    system_prompt: str | None = None,
-    seed: int | None = None,
-) -> TryOut:
-    """Do what `try_out` does, in the running event loop."""
-    row = _row(task)
-    agent = load_workflow(workflow)
-    key = api_key or NO_KEY
+    row, agent, key = dict(task), load_workflow(workflow), api_key or NO_KEY
     made = None if judge is None else _open_judge(judge, ModelServer(base_url, key), has_messages=False)
     try:
         name = model or await served_model(agent, base_url, key)
@@ -110,26 +107,7 @@ async def try_out_async(
     return TryOut(output, judgement, seconds)
 
 
-def try_judge(
-    judge: AnyJudge,
-    task: Mapping[str, Any] | str | None,
-    response: Any,
-    *,
-    messages: Sequence[Mapping[str, Any]] = (),
-    base_url: str | None = None,
-    api_key: str | None = None,
-) -> Judgement:
-    """Judge one response. Also works in a notebook.
-
-    judge     as for `try_out`
-    task      the task's row, or its key
-    response  what a workflow returned
-    messages  the conversation, as chat messages, for a judge that reads the calls
-    base_url  an OpenAI-compatible server, for a judge of AgentScope's tuner that takes `auxiliary_models`
-
-    Raises JudgeError: the judge cannot be loaded, or fails.
-    """
-    return run_to_end(try_judge_async(judge, task, response, messages=messages, base_url=base_url, api_key=api_key))
+try_out = synchronous(try_out_async)
 
 
 async def try_judge_async(
@@ -141,7 +119,16 @@ async def try_judge_async(
     base_url: str | None = None,
     api_key: str | None = None,
 ) -> Judgement:
-    """Do what `try_judge` does, beside the running event loop."""
+    """Judge one response. Also works in a notebook; `try_judge_async` is for an event loop that runs already.
+
+    judge     as for `try_out`
+    task      the task's row, or its key
+    response  what a workflow returned
+    messages  the conversation, as chat messages, for a judge that reads the calls
+    base_url  an OpenAI-compatible server, for a judge of AgentScope's tuner that takes `auxiliary_models`
+
+    Raises JudgeError: the judge cannot be loaded, or fails.
+    """
     models = None if base_url is None else ModelServer(base_url, api_key)
     made = _open_judge(judge, models, has_messages=bool(messages))
     try:
@@ -150,13 +137,7 @@ async def try_judge_async(
         await asyncio.to_thread(made.close)
 
 
-def _row(task: Any) -> dict[str, Any]:
-    if not isinstance(task, Mapping):
-        raise TaskSetError(
-            f"task is {task!r:.100}: give a task's row, a mapping such as {{'question': ...}}; `ratchet.Tasks(...)` "
-            "yields rows"
-        )
-    return dict(task)
+try_judge = synchronous(try_judge_async)
 
 
 def _open_judge(judge: Any, models: ModelServer | None, *, has_messages: bool) -> Judge:
@@ -224,10 +205,6 @@ def _judge(
     judge: Judge, task: Mapping[str, Any] | str | None, output: WorkflowOutput, messages: Sequence[Mapping[str, Any]]
 ) -> Judgement:
     (verdict,) = judge.judge(None, [transcript_of(task, output, messages)]).verdicts
-    return _judgement(judge, verdict)
-
-
-def _judgement(judge: Judge, verdict: Verdict) -> Judgement:
     if verdict.score is None:
         raise JudgeError(f"judge {judge.name}: {verdict.failure}")
     return Judgement(verdict.score, dict(verdict.components), verdict.explanation)
@@ -251,3 +228,198 @@ def transcript_of(
         trajectory=run, calls=(), messages=tuple(messages) or ({"role": "assistant", "content": answer},), tools=(),
         row=row, returned=WorkflowResult(response=output.text, reward=output.reward),
     )  # fmt: skip
+
+
+async def score_async(
+    groups: Sequence[TrajectoryGroup],
+    judge: AnyJudge | None = None,
+    *,
+    agent: str | None = None,
+    project: str | None = None,
+    config: str | Path | None = None,
+) -> list[TrajectoryGroup]:
+    """Return the groups with a judge's scores as rewards. Also in a notebook.
+
+    For groups that were gathered without a judge, that another judge is to score, or that were imported: each
+    trajectory has its `messages`, or a `response`. The members of a group are judged together. `score_async` is for an
+    event loop that runs already.
+
+    groups   what `gather` returned, or your own
+    judge    as of `gather`; None: the project's
+    agent    the project's agent, if it has several
+    project  the project's name
+    config   the project's settings file; None: ratchet.yaml of the current folder, if there is one
+
+    A failed rollout is not judged; a trajectory that the judge failed on has the reward None, and its `failure` says
+    why. Raises JudgeError: the judge cannot be loaded; InvalidArgument: there is none; TuningError if it could score
+    nothing.
+    """
+    given = locals()
+    check_groups(groups)
+    judged = [one for group in groups for one in group.trajectories if _is_judged(one)]
+    read = read_arguments(given)
+    with judge_of(read.settings, read.judge, model_server_of(read.settings)) as made:
+        if made is None:
+            raise InvalidArgument("no judge is set: give judge=, or set trainer.judge in ratchet.yaml")
+        if not all(one.messages for one in judged):
+            refuse_judge_of_calls(made)
+        work = Progress(watch_for_command()).begin(SCORES, len(judged))
+        places = asyncio.Semaphore(made.concurrency)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(_scored(made, places, group, work)) for group in groups]
+        finally:
+            work.end()
+    found = [task.result() for task in running]
+    if all(one.reward is None for group in found for one in group.trajectories):
+        failures = (one.failure for group in found for one in group.trajectories)
+        raise TuningError(f"no trajectory could be scored: {commonest(failures) or 'none has messages or a response'}")
+    return found
+
+
+score = synchronous(score_async)
+
+
+def _is_judged(one: ScoredTrajectory) -> bool:
+    """Return whether there is something to judge; a rollout that failed has no response."""
+    return one.response is not None or (bool(one.messages) and one.failure is None)
+
+
+async def _scored(judge: Judge, places: asyncio.Semaphore, group: TrajectoryGroup, work: Phase) -> TrajectoryGroup:
+    members = [
+        transcript_of(
+            group.scenario or None, WorkflowOutput(plain(one.response), reward=one.reward), one.messages,
+            name=one.id or f"imported_{place}",
+        )
+        for place, one in enumerate(group.trajectories) if _is_judged(one)
+    ]  # fmt: skip
+    if not members:
+        return group
+    async with places:
+        verdicts = (await asyncio.to_thread(judge.judge, None, members)).verdicts
+    work.add(len(verdicts))
+    rest = iter(verdicts)
+    return replace(
+        group, trajectories=tuple(_with(one, next(rest)) if _is_judged(one) else one for one in group.trajectories)
+    )  # fmt: skip
+
+
+def _with(one: ScoredTrajectory, verdict: Verdict) -> ScoredTrajectory:
+    """Return a trajectory with a verdict; the judge's components are metrics."""
+    metrics = {**one.metrics, **verdict.components}
+    return replace(
+        one, reward=verdict.score, explanation=verdict.explanation, failure=verdict.failure, metrics=metrics
+    )  # fmt: skip
+
+
+async def evaluate_directly(
+    given: Arguments,
+    models: tuple[str, ...],
+    split: str,
+    limit: int | None,
+    score_range: tuple[float, float] | None,
+    *,
+    base_url: str,
+    api_key: str | None,
+) -> tuple[list[Rollout], Selection, dict[str, Mapping[str, Any]]]:
+    """Run, judge and compare on any OpenAI-compatible server; return rollouts, comparison and rows by task.
+
+    Raises what `ratchet.evaluate` does.
+    """
+    settings, tuner = given.settings, given.settings.tuner_settings()
+    chosen = given.workflow or tuner.workflow
+    if chosen is None or tuner.tasks is None:
+        raise InvalidArgument(f"no {'workflow' if chosen is None else 'task set'} is set: give workflow= and tasks=")
+    workflow = load_workflow(chosen)
+    server = ModelServer(base_url, api_key or NO_KEY)
+    models = models or (await served_model(workflow, base_url, api_key or NO_KEY),)
+    tasks = list(task_set_of(settings, tuner.tasks).rows(split, limit))
+    with judge_of(settings, given.judge, server) as judge:
+        if judge is not None:
+            refuse_judge_of_calls(judge)
+        work = Progress(watch_for_command()).begin(ROLLOUTS, len(tasks) * len(models) * tuner.attempts)
+        run = _DirectRun(workflow, judge, tuner, server, models, work)
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(run.of_task(*one)) for one in enumerate(tasks)]
+        finally:
+            work.end()
+    made = [one for task in running for one in task.result()]
+    selection = select(
+        made, models, prices_of((), {}), failure_score=tuner.failure_score,
+        score_range=ScoreRange(*score_range) if score_range else None,
+    )  # fmt: skip
+    return made, selection, {task.id: task.row for task in tasks}
+
+
+class _DirectRun:
+    """Rollouts at one server. The attempts at a task are judged together, as everywhere."""
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        judge: Judge | None,
+        tuner: TunerSettings,
+        server: ModelServer,
+        models: tuple[str, ...],
+        work: Phase,
+    ) -> None:
+        self._workflow = workflow
+        self._judge = judge
+        self._tuner = tuner
+        self._server = server
+        self._models = models
+        self._work = work
+        self._places = asyncio.Semaphore(tuner.concurrency)
+        self._judging = asyncio.Semaphore(judge.concurrency if judge is not None else 1)
+
+    async def of_task(self, place: int, task: Task) -> list[Rollout]:
+        """Return the rollouts of a task, the `place`-th."""
+        jobs = [
+            job
+            for attempt in range(self._tuner.attempts)
+            for job in jobs_of_task(task, place, attempt, self._models, self._tuner.seed)
+        ]
+        pairs = await asyncio.gather(*(self._attempt(job) for job in jobs))
+        ended = [(one, output) for one, output in pairs if output is not None]
+        return [one for one, output in pairs if output is None] + await self._scored(task, ended)
+
+    async def _attempt(self, job: RolloutJob) -> tuple[Rollout, WorkflowOutput | None]:
+        """Run the workflow once; None if it failed."""
+        output, values = None, dict[str, Any]()
+        async with self._places:
+            began = time.time()
+            try:
+                async with asyncio.timeout(self._tuner.timeout_seconds):
+                    output = await self._workflow.run(
+                        job.task.row, base_url=self._server.base_url, api_key=self._server.api_key or NO_KEY,
+                        model=job.candidate, seed=job.scenario["seed"],
+                    )  # fmt: skip
+            except Exception as error:  # noqa: BLE001  any exception of the agent is a failed rollout
+                values = {"state": RolloutState.FAILED, "failure": describe_error(error)}
+        if output is not None:
+            values = {"state": RolloutState.ENDED, "response": output.text, "reward": output.reward}
+            values["metrics"] = output.metrics
+        self._work.add(failed=float(output is None))
+        made = msgspec.structs.replace(plan_rollout(job, ""), started_at=began, ended_at=time.time(), **values)
+        return made, output
+
+    async def _scored(self, task: Task, ended: Sequence[tuple[Rollout, WorkflowOutput]]) -> list[Rollout]:
+        change, judge = msgspec.structs.replace, self._judge
+        if judge is None:
+            return [
+                change(one, score=one.reward, judge_failure=None if one.reward is not None else NO_JUDGE)
+                for one, _ in ended
+            ]
+        members = [transcript_of(dict(task.row), output, (), name=one.id) for one, output in ended]
+        if not members:
+            return []
+        async with self._judging:
+            if len(self._models) > 1:
+                judgement = await asyncio.to_thread(judge_in_both_orders, judge, members)
+            else:
+                judgement = await asyncio.to_thread(judge.judge, None, members)
+        return [
+            change(one, score=verdict.score, judge=verdict.judge, judge_failure=verdict.failure)
+            for (one, _), verdict in zip(ended, judgement.verdicts, strict=True)
+        ]

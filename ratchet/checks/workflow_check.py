@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import httpx
 
+from ratchet.api import context
 from ratchet.checks.check_result import CheckResult, call_proxy
 from ratchet.settings.project_settings import Settings
 from ratchet.store.errors import InvalidTransition, RecordNotFound
@@ -25,8 +26,7 @@ from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.tasks import Task, checked, content_id
 from ratchet.tuner.rollouts import diagnosis
 from ratchet.tuner.rollouts.runner import RolloutJob
-from ratchet.tuner.tasks.imported import ImportedTasks
-from ratchet.tuning import context
+from ratchet.tuner.tasks import ImportedTasks
 
 if TYPE_CHECKING:
     from ratchet.store.operation_records import Rollout

@@ -9,7 +9,16 @@ import click
 
 from ratchet import options
 from ratchet.commands.plugin_group import PluginGroup
-from ratchet.commands.rollout_options import add_rollout_options, settings_of
+from ratchet.commands.tune import (
+    add_rollout_options,
+    draw,
+    limit,
+    png,
+    resume_comparison,
+    score_range,
+    settings_of,
+    split,
+)
 
 _EXIT_CODES = {"better": 0, "tied": 3, "inconclusive": 3, "worse": 4}
 
@@ -17,13 +26,11 @@ _EXIT_CODES = {"better": 0, "tied": 3, "inconclusive": 3, "worse": 4}
 @click.group("eval", cls=PluginGroup, plugins="ratchet.evaluations", invoke_without_command=True)
 @click.option("--model", metavar="NAME", help="Model to measure: a version such as policy@4, or a `model_list` name.")
 @click.option("--against", metavar="NAME", help="Model to compare with.  [default: the live version]")
-@click.option("--split", default="test", show_default=True, help="Split of the task set.")
-@click.option("--limit", type=click.IntRange(1), help="Use only the first N tasks of the split.")
-@click.option(
-    "--score-range", type=(float, float), metavar="LOW HIGH", help="Range of the judge's scores.  [default: 0 1]"
-)
-@click.option("--resume", metavar="ID", help="Resume a stopped run; finished rollouts are kept.")
-@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the comparison into this file.")
+@split
+@limit
+@score_range
+@resume_comparison
+@png("the comparison")
 @add_rollout_options
 @options.as_json
 @click.pass_context
@@ -47,41 +54,27 @@ def evaluate(
         return 0
     if model is None and given["resume"] is None:
         raise click.UsageError("name a model (--model policy@4) or one of the commands that --help lists")
-    return _compare(context, model, against, png, as_json, given)
+    from ratchet.api import evaluate, reports
+    from ratchet.api.context import serves_agent
 
-
-def _compare(
-    context: click.Context,
-    model: str | None,
-    against: str | None,
-    png: Path | None,
-    as_json: bool,
-    given: dict[str, Any],
-) -> int:
-    """Compare two models, or measure one; print the result and return the exit code. Raises UsageError."""
-    from ratchet.tuning import compare_models, reports
-    from ratchet.tuning.run_services import serves_agent
-
-    own = {name: given.pop(name) for name in ("split", "limit", "score_range", "resume")}
     settings = settings_of(context, given)
     baseline_name = against or (settings.model if serves_agent(settings) else None)
     candidates = (baseline_name, model or "") if baseline_name else (model or "",)  # a resumed run has its own
-    wanted = compare_models.ComparisonOptions("eval", candidates, **own, may_be_one=against is None)
-    request, found = compare_models.compare(settings, wanted)
+    own = {name: given[name] for name in ("split", "limit", "score_range", "resume")}
+    wanted = evaluate.ComparisonOptions("eval", candidates, **own, may_be_one=against is None)
+    request, found = evaluate.compare(settings, wanted)
     baseline, measured = request.candidates[0], request.candidates[-1]
     pair = found.ranking.pair(measured, baseline) if measured != baseline else None
     if as_json:
         import msgspec
 
         both = {} if pair is None else {"pair": msgspec.to_builtins(pair), "verdict": str(pair.verdict)}
-        options.print_json(compare_models.plain(found) | both)
+        options.print_json(evaluate.plain(found) | both)
     else:
         reports.show_selection(found, with_choice=False)
         if pair is not None:
             click.echo(f"{pair.candidate} against {pair.against}: {pair.verdict}: {pair.describe()}")
-    if png is not None:
-        reports.draw_selection(found, png)
-        click.echo(f"drawn: {png}", err=True)
+    draw(reports.draw_selection, found, png)
     if not found.measured:
         return 1
     return 0 if pair is None else _EXIT_CODES[str(pair.verdict)]

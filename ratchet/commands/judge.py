@@ -12,7 +12,6 @@ from ratchet import options
 from ratchet.commands.feedback import feedback_line
 from ratchet.commands.judge_response import print_judgement
 from ratchet.output import strip_control_characters
-from ratchet.tuning.context import judge_of
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
@@ -369,6 +368,8 @@ def _settings(context: click.Context, given: dict[str, Any]) -> Settings:
 
 @contextmanager
 def _judge(settings: Settings) -> Iterator[Judge]:
+    from ratchet.api.context import judge_of
+
     with judge_of(settings) as made:
         if made is None:
             raise click.UsageError(_NO_JUDGE)

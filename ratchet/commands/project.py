@@ -263,7 +263,7 @@ def _check_results(
         yield from doctor_checks.run_checks(settings, proxy, example, announce)
         return
     from ratchet.checks import workflow_check
-    from ratchet.commands.rollout_options import settings_of
+    from ratchet.commands.tune import settings_of
 
     settings = settings_of(context, given | {"tasks": None, "test_size": None, "seed": None})
     source = task or settings.tuner_settings().tasks

@@ -13,7 +13,7 @@ from ratchet import options
 from ratchet.output import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.tuner.tasks.imported import ImportedTasks
+    from ratchet.tuner.tasks import ImportedTasks
 
 
 _ROWS_PER_UPDATE = 1000  # of the progress bar
@@ -84,7 +84,7 @@ def import_(
     import dataclasses
 
     from ratchet.output import progress_bars
-    from ratchet.tuner.tasks.imported import open_source
+    from ratchet.tuner.tasks import open_source
 
     opened = open_source(source)
     if test_size is not None:
@@ -126,7 +126,7 @@ def list_(context: click.Context, project: str | None, as_json: bool) -> None:
 
 
 def _imported(context: click.Context, project: str | None) -> ImportedTasks:
-    from ratchet.tuner.tasks.imported import ImportedTasks
+    from ratchet.tuner.tasks import ImportedTasks
 
     return ImportedTasks(options.read_settings(context, {"project": project}).state.tasks)
 

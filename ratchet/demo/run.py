@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ratchet.api.context import first_api_key
 from ratchet.demo import pretrained_model, report
 from ratchet.errors import CliError
 from ratchet.settings.load_settings import known_keys, load, setting_variables
@@ -35,7 +36,6 @@ from ratchet.supervisor.project_lock import ProjectLock
 from ratchet.supervisor.supervisor import Supervisor
 from ratchet.supervisor.up import start_services
 from ratchet.trainer.controller.rounds.backlog import is_drained
-from ratchet.tuning.context import first_api_key
 
 _FOLDER = Path(__file__).parent
 _MAIL = _FOLDER / "email_search"

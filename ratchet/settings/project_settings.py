@@ -488,7 +488,7 @@ class Settings(Section):
         release = self.trainer.get("release")
         if not isinstance(release, dict) or not isinstance(release.get("tasks"), str):
             return {}
-        from ratchet.tuner.tasks.imported import ImportedTasks
+        from ratchet.tuner.tasks import ImportedTasks
 
         folder = ImportedTasks(self.state.tasks).folder_of(release["tasks"])
         return {"release": {**release, "tasks": str(folder)}} if folder else {}

@@ -6,6 +6,7 @@ The folder is readable by its owner only (0700), since it holds recorded convers
 from __future__ import annotations
 
 import errno
+import getpass
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,3 +118,11 @@ class StateFolder:
                 f"the disk of {self.root} has {free // 1_000_000} MB free, and {min_free_disk_mb} MB are required "
                 "(min_free_disk_mb): free the disk, or set `state_dir` to another folder"
             )
+
+
+def current_user() -> str:
+    """Return the user's name, for records of decisions."""
+    try:
+        return getpass.getuser()
+    except OSError:  # a container may run under a number without a name
+        return "a person"

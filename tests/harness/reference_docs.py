@@ -107,7 +107,7 @@ def _python_blocks() -> Iterator[tuple[str, str]]:
 
     for name, example in _EXAMPLES.items():
         yield name, f"```python\n{(house.ROOT / 'examples' / example).read_text()}```"
-    entries = [_python_entry(name, getattr(ratchet, name)) for name in ratchet._MODULES]
+    entries = [_python_entry(name, getattr(ratchet, name)) for name in sorted(ratchet._MODULES)]
     yield "api", "\n\n".join(entries)
 
 
@@ -122,7 +122,10 @@ def _python_entry(name: str, found: Any) -> str:
     """Return the section of a public name: its signature and docstring, and those of its methods."""
     is_class = inspect.isclass(found)
     is_called = name not in _HANDLES and not (is_class and issubclass(found, Exception))
-    parts = [f"{name}{_signature(found) if is_called else ''}\n\n{inspect.getdoc(found)}"]
+    text = inspect.getdoc(found)
+    if name.endswith("_async"):  # the text is that of the synchronous form, which is made from it
+        text = f"Does what `{name.removesuffix('_async')}` does, in an event loop that runs already."
+    parts = [f"{name}{_signature(found) if is_called else ''}\n\n{text}"]
     for member, value in vars(found).items() if is_class and not issubclass(found, Exception) else ():
         if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
             signature = (

@@ -10,7 +10,7 @@ import pytest
 
 import ratchet
 from ratchet.store.store import open_store
-from ratchet.tuner.reports.tuning_result import read
+from ratchet.tuner.reports import read
 from tests.harness.chat_models import entry
 from tests.harness.cli.project import INTERRUPTED, Project
 from tests.harness.proxy.servers import eventually

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 import ratchet
+from ratchet.api.judge_server import JudgeServer
 from ratchet.api.try_out import transcript_of
 from ratchet.store.records import Verdict
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
@@ -23,7 +24,6 @@ from ratchet.trainer.controller.judges.kinds.caller import CallerJudge, read_add
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import CallerSpec, read_spec
-from ratchet.tuning.judge_server import JudgeServer
 
 TRANSCRIPT = transcript_of({"question": "How many?"}, ratchet.WorkflowOutput("three"), ())
 OPENED_LONG_AGO = 1_000_000.0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.api.runs import create_candidate
 from ratchet.errors import InvalidArgument
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store, open_store
-from ratchet.tuning.tune_prompt import create_candidate
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import ratchet
 from examples import gather_and_train
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.tuner.weights.given_groups import read_given
+from ratchet.tuner.weights.trajectory_groups import read_given
 from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.cli.project import ROOT, Project
 from tests.harness.proxy.scripted_vllm import ScriptedVllm

@@ -17,7 +17,7 @@ from ratchet.settings.project_settings import Settings, local_url
 from ratchet.settings.setting_errors import leaves, type_of_key
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.tasks import TaskSet
-from ratchet.tuner.tasks.imported import ImportedTasks
+from ratchet.tuner.tasks import ImportedTasks
 from tests.harness.cli.project import Project, wait_for
 
 

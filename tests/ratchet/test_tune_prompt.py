@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.store.states import PolicyState
-from ratchet.tuner.reports.tuning_result import read
+from ratchet.tuner.reports import read
 from tests.harness.cli.project import Project
 from tests.harness.proxy.servers import eventually
 from tests.harness.tuner import prompt_world
@@ -122,8 +122,6 @@ def test_what_is_missing_is_named(circle: PromptProject, given: dict[str, str], 
 
 @pytest.mark.slow
 def test_the_light_environment_of_the_command_has_no_torch() -> None:
-    program = (
-        "import sys; import ratchet.tuning.tune_prompt, ratchet.tuner.prompts.prompt_run; print('torch' in sys.modules)"
-    )
+    program = "import sys, ratchet.api.tune_prompt, ratchet.tuner.prompts.prompt_tuning; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

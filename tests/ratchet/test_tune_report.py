@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.store.store import open_store
 from ratchet.trainer.statistics import compare
-from ratchet.tuner.reports.tuning_result import Method, TuningResult, plain, task_set
+from ratchet.tuner.reports import Method, TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import UNKNOWN, RolloutCost
 from tests.harness.cli.project import Project
 

@@ -13,7 +13,7 @@ import pytest
 
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.tuner.reports.tuning_result import read
+from ratchet.tuner.reports import read
 from tests.harness.chat_models import ScriptedModel
 from tests.harness.cli.project import INTERRUPTED, Project
 from tests.harness.proxy.servers import eventually

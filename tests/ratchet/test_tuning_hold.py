@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.api.run_lease import RunLease
 from ratchet.store.errors import InvalidTransition, StoreUnavailable
 from ratchet.store.operation_records import Tuning
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store, open_store
 from ratchet.store.tuning import Tunings
 from ratchet.trainer.errors import TrainerError
-from ratchet.tuning.run_lease import RunLease
 from tests.harness.cli.project import ROOT, Project
 
 
@@ -100,7 +100,7 @@ def test_a_process_that_lost_its_run_begins_nothing_more_and_writes_no_end(
 
 HOLDER = """
 import sys
-from ratchet.tuning.run_lease import RunLease
+from ratchet.api.run_lease import RunLease
 from ratchet.store.store import open_store
 store = open_store("sqlite:///s.db")
 with RunLease(store).acquire(sys.argv[1]):

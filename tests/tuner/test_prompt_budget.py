@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratchet.trainer.errors import BudgetExceeded
-from ratchet.tuner.prompts.budget import Budget
+from ratchet.tuner.prompts.trials import Budget
 
 
 def test_no_rollout_starts_beyond_the_limit_and_a_set_never_starts_in_part() -> None:

@@ -13,9 +13,9 @@ import pytest
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import BudgetExceeded, TuningError
 from ratchet.trainer.settings.judge_specs import ModelSpec
-from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import load_optimizer
 from ratchet.tuner.prompts.reflection_model import ReflectionModel
+from ratchet.tuner.prompts.trials import Budget
 from tests.harness.chat_models import ScriptedReflectionModel
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import TRAIN, VALIDATION, WorldEvaluate, search

@@ -10,7 +10,7 @@ import pytest
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
 from ratchet.trainer.errors import TuningError
-from ratchet.tuner.prompts.seed_prompt import captured, given, serving, system_prompt
+from ratchet.tuner.prompts.trials import captured, given, serving, system_prompt
 from tests.harness.records import call_start, ended
 
 Seen = Callable[..., Transcript]

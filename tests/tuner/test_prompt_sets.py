@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet.trainer.errors import TaskSetError
-from ratchet.tuner.prompts.task_splits import Sizes, divide
-from ratchet.tuner.settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS
+from ratchet.tuner.prompts.prompt_tuning import divide
+from ratchet.tuner.settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS, PromptSettings
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,13 @@ ids = st.lists(st.integers(0, 60), max_size=60)
 @given(tasks=ids, test=ids, validation=ids, seed=st.integers(0, 3))
 def test_no_task_is_in_two_sets(tasks: list[int], test: list[int], validation: list[int], seed: int) -> None:
     try:
-        sets = divide(named(*tasks), named(*test), Sizes(10, 10, 10), seed, named(*validation))
+        sets = divide(
+            named(*tasks),
+            named(*test),
+            PromptSettings(train_tasks=10, validation_tasks=10, held_out_tasks=10),
+            seed,
+            named(*validation),
+        )
     except TaskSetError:
         return
     every = [*sets.train, *sets.validation, *sets.held_out]
@@ -41,29 +47,29 @@ def test_no_task_is_in_two_sets(tasks: list[int], test: list[int], validation: l
 
 
 def test_twelve_different_tasks_are_enough_and_eleven_are_not() -> None:
-    sets = divide(named(*range(12)), [], Sizes(), seed=1)
+    sets = divide(named(*range(12)), [], PromptSettings(), seed=1)
     assert (len(sets.train), len(sets.validation), len(sets.held_out)) == (3, 3, 6)
     with pytest.raises(TaskSetError, match="12 different ones in all; this task set has"):
-        divide(named(*range(11), *range(11)), [], Sizes(), seed=1)
+        divide(named(*range(11), *range(11)), [], PromptSettings(), seed=1)
 
 
 def test_the_whole_test_split_decides_unless_a_number_is_given_so_that_a_report_compares_with_other_methods() -> None:
     test = named(*range(1000, 1250))
-    assert divide(named(*range(40)), test, Sizes(), seed=1).held_out == tuple(one.id for one in test)
-    assert len(divide(named(*range(40)), test, Sizes(held_out=7), seed=1).held_out) == 7
+    assert divide(named(*range(40)), test, PromptSettings(), seed=1).held_out == tuple(one.id for one in test)
+    assert len(divide(named(*range(40)), test, PromptSettings(held_out_tasks=7), seed=1).held_out) == 7
 
 
 def test_without_a_test_split_no_more_than_a_hundred_tasks_are_set_aside_unasked() -> None:
-    assert len(divide(named(*range(1000)), [], Sizes(), seed=1).held_out) == 100
-    assert len(divide(named(*range(1000)), [], Sizes(held_out=300), seed=1).held_out) == 300
+    assert len(divide(named(*range(1000)), [], PromptSettings(), seed=1).held_out) == 100
+    assert len(divide(named(*range(1000)), [], PromptSettings(held_out_tasks=300), seed=1).held_out) == 300
 
 
 def test_a_task_of_both_splits_is_held_out_alone() -> None:
-    sets = divide(named(*range(30)), named(*range(20, 40)), Sizes(), seed=1)
+    sets = divide(named(*range(30)), named(*range(20, 40)), PromptSettings(), seed=1)
     assert not {*sets.train, *sets.validation} & {one.id for one in named(*range(20, 40))}
 
 
 def test_the_order_of_the_rows_does_not_matter_and_the_seed_does() -> None:
-    sets = divide(named(*range(40)), [], Sizes(), seed=1)
-    assert sets == divide(named(*reversed(range(40))), [], Sizes(), seed=1)
-    assert sets != divide(named(*range(40)), [], Sizes(), seed=2)
+    sets = divide(named(*range(40)), [], PromptSettings(), seed=1)
+    assert sets == divide(named(*reversed(range(40))), [], PromptSettings(), seed=1)
+    assert sets != divide(named(*range(40)), [], PromptSettings(), seed=2)

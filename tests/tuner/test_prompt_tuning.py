@@ -13,22 +13,21 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import TooManyFailures, TuningError, Unjudged
 from ratchet.trainer.settings.judge_specs import ModelSpec
-from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import load_optimizer
-from ratchet.tuner.prompts.prompt_tuning import Found, PromptPlan, PromptTuning
+from ratchet.tuner.prompts.prompt_tuning import Found, PromptPlan, PromptTuning, divide
 from ratchet.tuner.prompts.reflection_model import ReflectionModel
-from ratchet.tuner.prompts.seed_prompt import given
-from ratchet.tuner.prompts.task_splits import Sizes, divide
-from ratchet.tuner.prompts.trials import Trials
+from ratchet.tuner.prompts.trials import Budget, Trials, given
 from ratchet.tuner.rollouts.runner import RolloutJob, plan_rollout
+from ratchet.tuner.settings import TunerSettings
 from tests.harness.chat_models import ScriptedReflectionModel
 from tests.harness.records import answered_trajectory
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.world_rollouts import TOKENS, Killed, WorldRollouts, tasks
 
 TASKS = tasks(60)
-SETS = divide(TASKS[:30], TASKS[30:], Sizes(), seed=1)
-PLAN = PromptPlan(SETS, attempts=1, seed=1, seed_prompt=given(prompt_world.SEED))
+SETTINGS = TunerSettings(seed=1)
+SETS = divide(TASKS[:30], TASKS[30:], SETTINGS.prompt, seed=1)
+PLAN = PromptPlan(SETS, SETTINGS, given(prompt_world.SEED))
 
 
 class PromptTuningRun:
@@ -65,7 +64,6 @@ class PromptTuningRun:
         spec = ModelSpec.model_validate(self._server.spec())
         model = LanguageModel(spec, None, sleep=lambda seconds: None)
         return PromptTuning(
-            self._store,
             self.trials,
             self.budget,
             load_optimizer("gepa"),
@@ -286,7 +284,7 @@ def test_a_seed_prompt_whose_rollouts_all_fail_ends_the_run_with_their_reason(
 def test_an_agent_that_fails_before_it_calls_a_model_ends_the_run_with_its_reason(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    plan = PromptPlan(SETS, attempts=1, seed=1)  # the seed is to be read from what the agent sends
+    plan = PromptPlan(SETS, SETTINGS)  # the seed is to be read from what the agent sends
     with pytest.raises(TooManyFailures, match="failed before calling a model: RuntimeError: scripted"):
         PromptTuningRun(store, reflection_server, fails=lambda job: True).run(plan)
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ratchet.api.reports import effect_cells
 from ratchet.store.operation_records import Tuning
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState, TuningKind, TuningState
 from ratchet.trainer.statistics import Compared, ComparisonVerdict, Missing, compare
-from ratchet.tuner.reports.report import TuningReport, report
-from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
+from ratchet.tuner.reports import TuningReport, TuningResult, plain, report, task_set
 from ratchet.tuner.rollouts.prices import UNKNOWN, Money, RolloutCost
-from ratchet.tuning.reports import effect_cells
 
 TASKS = [f"task{number}" for number in range(10)]
 

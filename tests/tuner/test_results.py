@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ratchet.trainer.statistics import compare
-from ratchet.tuner.reports.tuning_result import TuningResult, fingerprint, plain, read, task_set
+from ratchet.tuner.reports import TuningResult, fingerprint, plain, read, task_set
 from ratchet.tuner.rollouts.prices import UNKNOWN, RolloutCost
 
 

@@ -26,7 +26,7 @@ from ratchet.tuner.rollouts.runner import (
     pending_jobs,
     plan_rollout,
 )
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
+from ratchet.tuner.rollouts.workflow import WorkflowOutput
 from ratchet.tuner.settings import TunerSettings
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.tuner.conftest import jobs_of

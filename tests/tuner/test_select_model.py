@@ -16,15 +16,15 @@ from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.statistics import ComparisonVerdict
 from ratchet.trainer.tasks import Task, TaskSet
-from ratchet.tuner.reports.tuning_result import read
+from ratchet.tuner.reports import read
 from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
-from ratchet.tuner.selection.choice import Selection
 from ratchet.tuner.selection.model_selection import (
     ModelSelector,
     Request,
+    Selection,
     check_prices,
     jobs_of,
     known_models,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.trainer.errors import TaskSetError
-from ratchet.tuner.tasks.task_mix import TaskMix, parse_families
+from ratchet.tuner.tasks import TaskMix, parse_families
 
 
 def task_file(folder: Path, name: str, count: int) -> Path:

@@ -15,7 +15,7 @@ import pytest
 
 from ratchet.trainer.errors import TaskSetError, TaskSetNotFound
 from ratchet.trainer.tasks import TaskSet, content_id
-from ratchet.tuner.tasks.imported import ImportedTasks
+from ratchet.tuner.tasks import ImportedTasks
 
 ROWS = [{"question": "What is 2 + 2?", "answer": "4"}, {"question": "What is 5 * 6?", "answer": "30"}]
 

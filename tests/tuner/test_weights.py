@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ratchet.api.reports import markdown, show_weights
 from ratchet.store.operation_records import Tuning
 from ratchet.store.reasons import DropReason
 from ratchet.store.states import PolicyState, RolloutState, TuningState
@@ -20,19 +21,15 @@ from ratchet.trainer.errors import TuningError
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import ComparisonVerdict
-from ratchet.tuner.reports.report import report
-from ratchet.tuner.reports.tuning_result import plain as plain_result
-from ratchet.tuner.reports.tuning_result import read
+from ratchet.tuner.reports import plain as plain_result
+from ratchet.tuner.reports import read, report
 from ratchet.tuner.rollouts.prices import Prices
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
-from ratchet.tuner.tasks.task_mix import parse_families
-from ratchet.tuner.weights.weight_tuning import WeightsTuning
-from ratchet.tuner.weights.weights_plan import LIVE, WeightsPlan, config_of
-from ratchet.tuner.weights.weights_result import result_of
-from ratchet.tuning.reports import markdown, show_weights
+from ratchet.tuner.tasks import parse_families
+from ratchet.tuner.weights.weight_tuning import LIVE, WeightsPlan, WeightsTuning, config_of, result_of
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.tuner import scripted_versions
 from tests.tuner.conftest import ALIAS

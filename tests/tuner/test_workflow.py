@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from ratchet.trainer.errors import WorkflowError, WorkflowFailed
-from ratchet.tuner.rollouts.workflow import load_workflow
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput, outcome_of
+from ratchet.tuner.rollouts.workflow import WorkflowOutput, load_workflow, outcome_of
 from tests.harness.proxy.servers import eventually
 
 HERE = "tests.harness.tuner.workflows"

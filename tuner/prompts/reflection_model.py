@@ -20,8 +20,8 @@ from ratchet.store.records import JudgeRequest
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.controller.judges.truncation import truncated_json
 from ratchet.trainer.errors import JudgeUnavailable, TuningError, Unanswered
-from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
+from ratchet.tuner.prompts.trials import Budget
 
 NAME: Final = "reflection"
 _BYTES_PER_TOKEN = 3  # of UTF-8, a low estimate

@@ -1,8 +1,14 @@
-"""Trials: the scores of prompts on tasks, by rollouts, each run once and stored.
+"""Trials: the scores of prompts on tasks, by rollouts, each run once and stored, within a budget.
 
 Guarantees: a pair of prompt and task is rolled out at most once per run, even across `kill -9`, because the record is
 the store; rollouts interrupted by a kill count against the budget; a failed rollout counts as the failure score, never
-higher than the lowest score of the seed; a rollout that the judge failed on is judged once more, then has no score.
+higher than the lowest score of the seed; a rollout that the judge failed on is judged once more, then has no score. No
+rollout starts beyond the rollout limit; the token limit can be exceeded only by requests in progress, by the amount
+that they are larger than every earlier one. The rollouts of the held-out comparison are reserved.
+
+The seed is the system prompt that the agent sends, as observed in rollouts. If it differs between tasks, it contains
+task-specific facts (a name, a date, user data) that no single text can replace; the search then tunes a text that the
+proxy appends. An agent without a system prompt gets one.
 """
 
 from __future__ import annotations
@@ -10,21 +16,100 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Transcript
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.truncation import shortened
-from ratchet.trainer.errors import SetAside, Unjudged
+from ratchet.trainer.errors import BudgetExceeded, SetAside, TuningError, Unjudged
 from ratchet.trainer.statistics import Mark, Missing
 from ratchet.trainer.tasks import Task
-from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
 from ratchet.tuner.rollouts.runner import RolloutJob
+
+_CHARACTERS_PER_TOKEN = 3  # of a request, before any was measured; a low estimate for English
+
+
+@dataclass(slots=True)
+class Budget:
+    """Limits and spending. `tokens` None: no limit; `reserved_rollouts`: for the held-out tasks.
+
+    `concurrency`: with a token limit, at most this many rollouts start before the tokens of earlier ones are known.
+    """
+
+    rollouts: int
+    tokens: int | None = None
+    reserved_rollouts: int = 0
+    concurrency: int = 8
+    started_rollouts: int = 0
+    agent_tokens: int = 0
+    reflection_tokens: int = 0
+    reflections: int = 0
+    cost: float | None = 0.0  # money of the reflections; None: unknown price
+    _measured: int = field(default=0, init=False)
+    _largest_rollout: int = field(default=0, init=False)
+    _largest_reflection: int = field(default=0, init=False)
+
+    @property
+    def tokens_spent(self) -> int:
+        """Tokens of the agent and the reflection model."""
+        return self.agent_tokens + self.reflection_tokens
+
+    def left(self, *, held_out: bool = False) -> int:
+        """Return how many more rollouts may start."""
+        return max(0, self.rollouts - self.started_rollouts - (0 if held_out else self.reserved_rollouts))
+
+    def allow(self, wanted: int, *, held_out: bool = False) -> int:
+        """Return how many of the wanted rollouts may start now. Raises BudgetExceeded if none may.
+
+        A set that exceeds the rollout limit is not started at all.
+        """
+        if wanted > self.left(held_out=held_out):
+            raise BudgetExceeded(
+                f"{wanted} rollouts exceed the {self.left(held_out=held_out)} that are left of --max-rollouts"
+            )
+        if self.tokens is None:
+            return wanted
+        if not self._measured:
+            return 1
+        affordable = self._tokens_left(held_out) // max(1, self._largest_rollout)
+        if affordable < 1:
+            raise BudgetExceeded(
+                f"{self.tokens_spent} tokens of --max-total-tokens {self.tokens} are spent or reserved"
+            )
+        return min(wanted, affordable, self.concurrency)
+
+    def allow_reflection(self, characters: int) -> None:
+        """Check that a request of this length is allowed. Raises BudgetExceeded."""
+        needed = max(self._largest_reflection, characters // _CHARACTERS_PER_TOKEN)
+        if self.tokens is not None and self._tokens_left(False) < needed:
+            raise BudgetExceeded(
+                f"{self.tokens_spent} tokens of --max-total-tokens {self.tokens} are spent or reserved"
+            )
+
+    def record_rollout(self, tokens: int) -> None:
+        """Count a started rollout."""
+        self.started_rollouts += 1
+        self.agent_tokens += tokens
+        if tokens:
+            self._measured += 1
+            self._largest_rollout = max(self._largest_rollout, tokens)
+
+    def record_reflection(self, tokens: int, cost: float | None) -> None:
+        """Count one proposal or answer of the reflection model, including its retries."""
+        self.reflections += 1
+        self.reflection_tokens += tokens
+        self.cost = None if cost is None or self.cost is None else self.cost + cost
+        self._largest_reflection = max(self._largest_reflection, tokens)
+
+    def _tokens_left(self, held_out: bool) -> int:
+        kept = 0 if held_out else self.reserved_rollouts * self.agent_tokens // max(1, self._measured)
+        return (self.tokens or 0) - self.tokens_spent - kept
+
 
 SEED = "seed"  # the candidate without a changed prompt
 _MAX_TASK_CHARS = 2_000  # of a task, for the reflection model
@@ -276,3 +361,75 @@ def text_of(content: object) -> str:
     return "".join(
         str(part["text"]) for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)
     )
+
+
+Mode = Literal["replace", "append"]
+
+PROBES = 2  # rollouts of different tasks
+
+
+@dataclass(frozen=True, slots=True)
+class SeedPrompt:
+    """Start of a search. `is_agents_own`: the agent already sends it; `note`: a description."""
+
+    text: str
+    mode: Mode
+    is_agents_own: bool
+    note: str
+
+
+def given(text: str) -> SeedPrompt:
+    """Return the user's seed prompt. Raises TuningError if it is empty."""
+    if not text.strip():
+        raise TuningError("the file of --seed-prompt is empty")
+    return SeedPrompt(text.strip(), "replace", False, "given by --seed-prompt")
+
+
+def serving(store: Store, alias: str, mode: Mode | None = None) -> SeedPrompt | None:
+    """Return the prompt of the live version; None if it has none, or one that does not fit `mode`.
+
+    A prompt with texts per task family (lessons) is not a single text: it stays the baseline, and the agent's own
+    prompt is improved.
+    """
+    live = store.policies.live().get(alias)
+    if live is None or live.prompt_id is None:
+        return None
+    prompt = store.prompts.get(live.prompt_id)
+    if prompt.families or mode not in (None, prompt.mode.value):
+        return None
+    note = f"the prompt of {alias}@{live.version}, which is live"
+    return SeedPrompt(prompt.text, prompt.mode.value, True, note)
+
+
+def captured(transcripts: Sequence[Transcript], mode: Mode | None = None) -> SeedPrompt:
+    """Return the system prompt of rollouts of different tasks. Raises TuningError if no model was called."""
+    sent = {system_prompt(one) for one in transcripts if one.calls}
+    if not sent:
+        raise TuningError(
+            "the agent called no model through the proxy in its first rollouts: see `ratchet doctor --workflow`, "
+            "or give --seed-prompt FILE"
+        )
+    if mode == "append":
+        return SeedPrompt("", "append", True, "a text is appended to the agent's system prompt")
+    if len(sent) > 1:
+        if mode == "replace":
+            raise TuningError(
+                "the agent's system prompt differs between tasks: to replace it, give --seed-prompt FILE; to tune a "
+                "text "
+                "that is appended to it, leave --mode replace out"
+            )
+        note = "the agent's system prompt differs between tasks: a text that is appended to it is tuned"
+        return SeedPrompt("", "append", True, note)
+    (text,) = sent
+    note = "the agent's own system prompt" if text else "the agent sends no system prompt: it gets one"
+    return SeedPrompt(text, "replace", True, note)
+
+
+def system_prompt(transcript: Transcript) -> str:
+    """Return the system prompt of a trajectory's first call, or an empty string."""
+    words = []
+    for message in transcript.messages:
+        if message.get("role") not in ("system", "developer"):
+            break
+        words.append(text_of(message.get("content")))
+    return "\n\n".join(words)

@@ -3,7 +3,7 @@
 The trajectory id is chosen here and is part of the base URL, so the agent needs no header. The store knows the rollout
 before it starts. Guarantees: a failed rollout is kept with its exception, never skipped; finished rollouts are stored
 even if the run is interrupted, and only those in progress are lost (they stay `planned`); a retry is a rollout of its
-own, and the last one counts.
+own, and the last one counts. A run stops if more rollouts fail than `tuner.max_failures` allows, or all of the first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,11 +28,10 @@ from ratchet.store.ids import new_id
 from ratchet.store.operation_records import Rollout, TaskRow
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.errors import WorkflowFailed
+from ratchet.trainer.errors import TooManyFailures, WorkflowFailed
 from ratchet.trainer.observability.progress import Phase, Progress
 from ratchet.trainer.tasks import Task
 from ratchet.trainer.user_code.exit_guard import guarded_task
-from ratchet.tuner.rollouts.failure_limit import Failures, FirstRollouts
 from ratchet.tuner.rollouts.workflow import Workflow
 from ratchet.tuner.settings import TunerSettings
 
@@ -308,20 +308,85 @@ def _message(error: BaseException) -> str:
         return f"(its message cannot be read: {type(broken).__name__})"
 
 
-def final_rollouts(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    """Return the finished rollouts; of several for the same job, the last one."""
-    last = {
-        (one.candidate, one.task_id, one.attempt, one.step): one
-        for one in sorted(rollouts, key=lambda one: one.planned_at)
-        if one.counts
-    }
-    return list(last.values())
+def key_of(one: Rollout) -> tuple[str, str, int, int]:
+    """Return the key of the job that a rollout is for."""
+    return one.candidate, one.task_id, one.attempt, one.step
+
+
+def final_rollouts(rollouts: Iterable[Rollout], jobs: Iterable[RolloutJob] | None = None) -> list[Rollout]:
+    """Return the finished rollouts, of these jobs if any are given; of several for the same job, the last one."""
+    last = {key_of(one): one for one in sorted(rollouts, key=lambda one: one.planned_at) if one.counts}
+    keys = last.keys() if jobs is None else {job.key for job in jobs}
+    return [one for key, one in last.items() if key in keys]
 
 
 def pending_jobs(jobs: Iterable[RolloutJob], rollouts: Iterable[Rollout]) -> list[RolloutJob]:
     """Return the jobs without a finished rollout, to resume an interrupted run."""
-    done = {(one.candidate, one.task_id, one.attempt, one.step) for one in final_rollouts(rollouts)}
+    done = {key_of(one) for one in final_rollouts(rollouts)}
     return [job for job in jobs if job.key not in done]
 
 
-__all__ = ["RolloutJob", "RolloutRunner", "final_rollouts", "pending_jobs"]
+FIRST = 16  # rollouts of which one must succeed if `max_failures` is null
+_SHOWN = 3  # different failures in a message
+
+
+class Failures:
+    """Counts the failures among `jobs` rollouts that run together."""
+
+    def __init__(self, settings: TunerSettings, jobs: int, tuning_id: str, first_rollouts: FirstRollouts) -> None:
+        self._settings = settings
+        self._jobs = jobs
+        self._tuning_id = tuning_id
+        self._first_rollouts = first_rollouts
+        self._failed: Counter[str] = Counter()
+        self._finished = 0
+
+    def record(self, failure: str | None) -> None:
+        """Count a finished rollout; `failure` None: its workflow returned."""
+        self._finished += 1
+        self._first_rollouts.record(failure)
+        if failure is not None:
+            self._failed[failure] += 1
+
+    def check(self) -> None:
+        """Raise TooManyFailures if the run must stop."""
+        limit = self._settings.max_failures
+        if limit is None:
+            self._first_rollouts.check(self._tuning_id)
+        elif self._settings.exceeds_max_failures(failed := self._failed.total(), self._jobs):
+            raise TooManyFailures(
+                f"stopped: {failed} of {self._finished} rollouts failed (max_failures {limit}), "
+                f"{_describe_failures(self._failed)}; finished "
+                f"rollouts are kept in tuning {self._tuning_id}"
+            )
+
+
+class FirstRollouts:
+    """Counts failures at the start of a runner, until one rollout succeeds."""
+
+    def __init__(self) -> None:
+        self._failed: Counter[str] = Counter()
+        self._one_returned = False
+
+    def record(self, failure: str | None) -> None:
+        """Count a finished rollout."""
+        self._one_returned = self._one_returned or failure is None
+        if not self._one_returned:
+            self._failed[str(failure)] += 1
+
+    def check(self, tuning_id: str) -> None:
+        """Raise TooManyFailures if all of the first rollouts failed."""
+        if not self._one_returned and self._failed.total() >= FIRST:
+            raise TooManyFailures(
+                f"stopped: all of the first {self._failed.total()} rollouts failed, "
+                f"{_describe_failures(self._failed)}; fix the "
+                "workflow (`ratchet doctor --workflow` tests it), or set tuner.max_failures to continue anyway; "
+                f"finished rollouts are kept in tuning {tuning_id}"
+            )
+
+
+def _describe_failures(failed: Counter[str]) -> str:
+    """Return the commonest failures with their counts."""
+    text = "; ".join(f"{times} of them with {failure}" for failure, times in failed.most_common(_SHOWN))
+    others = len(failed) - _SHOWN
+    return text + (f"; and {others} other failures" if others > 0 else "")

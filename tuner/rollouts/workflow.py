@@ -13,20 +13,29 @@ rollouts. A function, async or not, receives those of these parameters that it d
 A function that is written for AgentScope's tuner may take its chat models, too (plugins/agentscope).
 
 It returns any value, or `response`, `reward` and `metrics` as keys of a mapping or attributes of an object. A program
-gets the same (program_workflow.py). Guarantees: a parameter that is not in this list is an error when the workflow is
+gets the same (ProgramWorkflow). Guarantees: a parameter that is not in this list is an error when the workflow is
 loaded; functions that are not async run in threads of their own and do not block each other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import inspect
+import json
+import math
+import os
 import shlex
+import shutil
+import signal
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from shutil import which
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
+from ratchet.store.scores import SCORE_RANGE, number_of
 from ratchet.trainer.errors import NotCallable, NotImportable, WorkflowError, WorkflowFailed
 from ratchet.trainer.user_code.entry_points import (
     ENTRY_POINT,
@@ -38,8 +47,6 @@ from ratchet.trainer.user_code.entry_points import (
     to_callable,
 )
 from ratchet.trainer.user_code.exit_guard import exit_failure
-from ratchet.tuner.rollouts.program_workflow import ProgramWorkflow
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput, outcome_of
 
 __all__ = ["PARAMETERS", "FunctionWorkflow", "Workflow", "WorkflowOutput", "load_workflow"]
 
@@ -152,3 +159,227 @@ async def _run_in_thread(work: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, name="workflow", daemon=True).start()
     return await answer
+
+
+_MAX_STDOUT_BYTES = 16 * 2**20
+_MAX_STDERR_CHARS = 2000  # in an error
+_PARTS = frozenset({"response", "reward", "metrics"})
+
+
+class ProgramWorkflow:
+    """A workflow that is a command line, run once per task: the task as JSON on stdin, the answer on stdout.
+
+    The program gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, in prompt tuning RATCHET_SYSTEM_PROMPT, and in a
+    comparison RATCHET_SEED. Other RATCHET_* variables, which may hold secrets, are removed. If stdout is one JSON
+    object of `response`, `reward` and `metrics`, these are used; otherwise stdout is the response. A non-zero exit code
+    is a failure, reported with the end of stderr. Guarantee: the program and its process group end with the rollout.
+    """
+
+    def __init__(self, name: str, words: Sequence[str]) -> None:
+        if not words or shutil.which(words[0]) is None:
+            raise WorkflowError(
+                f"workflow {name!r}: no such program: {words[0] if words else ''!r}; give module:function, or a "
+                "command line such as 'python my_agent.py'"
+            )
+        self.name = name
+        self._words = tuple(words)
+
+    async def run(
+        self,
+        task: Mapping[str, Any],
+        *,
+        base_url: str,
+        api_key: str,
+        model: str,
+        system_prompt: str | None = None,
+        seed: int | None = None,
+    ) -> WorkflowOutput:
+        """Run the program once. Raises WorkflowFailed."""
+        given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
+        if system_prompt is not None:
+            given["RATCHET_SYSTEM_PROMPT"] = system_prompt
+        if seed is not None:
+            given["RATCHET_SEED"] = str(seed)
+        output, errors, status = await _run_program(
+            self._words, environment(os.environ) | given, json.dumps(task).encode()
+        )
+        if status:
+            message = errors.decode(errors="replace").strip()[-_MAX_STDERR_CHARS:]
+            raise WorkflowFailed(f"exit code {status}: {message or 'nothing on stderr'}")
+        return _read(output)
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables for a program."""
+    return {name: value for name, value in environ.items() if not name.startswith("RATCHET_")}
+
+
+async def _run_program(words: Sequence[str], environ: Mapping[str, str], task: bytes) -> tuple[bytes, bytes, int]:
+    """Run a program; return stdout, the end of stderr and the exit status."""
+    async with _pipe() as (output, output_end), _pipe() as (errors, errors_end):
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(task)
+            stdin.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *words, stdin=stdin, stdout=output_end, stderr=errors_end, env=environ,
+                start_new_session=True,  # a process group of its own
+            )  # fmt: skip
+        output_end.close()
+        errors_end.close()
+        try:
+            both = asyncio.gather(_read_all(output), _read_tail(errors))
+            # Child processes may keep the pipes open: wait for the end of the program itself.
+            ended = asyncio.create_task(_wait_and_kill(process))
+            either: list[asyncio.Future[Any]] = [both, ended]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if both.done():
+                both.result()
+            status = await ended
+            return *(await both), status
+        finally:
+            _kill_group(process)
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
+    """A pipe read here and written by a child; the caller closes the write end after passing it on."""
+    end, other_end = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(end, "rb", 0)
+    )
+    try:
+        with os.fdopen(other_end, "wb", 0) as written:
+            yield reader, written
+    finally:
+        transport.close()
+
+
+async def _read_all(stream: asyncio.StreamReader) -> bytes:
+    read = bytearray()
+    while chunk := await stream.read(2**16):
+        read += chunk
+        if len(read) > _MAX_STDOUT_BYTES:
+            raise WorkflowFailed(f"the program wrote more than {_MAX_STDOUT_BYTES:,} bytes to stdout")
+    return bytes(read)
+
+
+async def _read_tail(stream: asyncio.StreamReader) -> bytes:
+    read = b""
+    while chunk := await stream.read(2**16):
+        read = (read + chunk)[-4 * _MAX_STDERR_CHARS :]
+    return read
+
+
+async def _wait_and_kill(process: asyncio.subprocess.Process) -> int:
+    """Wait for the exit status, then kill the process group."""
+    status = await process.wait()
+    _kill_group(process)
+    return status
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _read(output: bytes) -> WorkflowOutput:
+    text = output.decode(errors="replace").strip()
+    if text.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            found: Any = json.loads(text)
+            if isinstance(found, dict) and set(found) <= _PARTS:
+                return outcome_of(found)
+    return WorkflowOutput(text)
+
+
+_MAX_RESPONSE_CHARS = 4 * 2**20  # characters of a response
+_MAX_DEPTH = 50
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkflowOutput:
+    """What a workflow returns.
+
+    response  the answer that the judge gets; messages are converted to text, records to mappings
+    reward    the workflow's own score, a finite number of at most 1e9; None leaves it to the judge
+    metrics   name -> number, shown and stored beside the score
+    """
+
+    response: Any = None
+    reward: float | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def text(self) -> str | None:
+        """The response as JSON text, or None."""
+        return None if self.response is None else json.dumps(self.response)
+
+
+def outcome_of(answer: Any) -> WorkflowOutput:
+    """Read a workflow's return value. Raises WorkflowFailed.
+
+    A mapping with no keys besides response, reward and metrics, or an object with `response` and one of the others, is
+    split into these parts; any other value is the response.
+    """
+    if isinstance(answer, Mapping) and answer and set(answer) <= _PARTS:
+        parts = answer
+    elif hasattr(answer, "response") and (hasattr(answer, "reward") or hasattr(answer, "metrics")):
+        parts = {name: getattr(answer, name, None) for name in _PARTS}
+    else:
+        parts = {"response": answer}
+    response = plain(parts.get("response"))
+    if response is not None and len(json.dumps(response)) > _MAX_RESPONSE_CHARS:
+        raise WorkflowFailed(
+            f"the response is longer than {_MAX_RESPONSE_CHARS:,} characters; return only what the judge needs"
+        )
+    return WorkflowOutput(response, _reward(parts.get("reward")), _metrics(parts.get("metrics")))
+
+
+def _reward(value: Any) -> float | None:
+    if value is None:
+        return None
+    reward = number_of(value)
+    if reward is None:
+        raise WorkflowFailed(
+            f"the reward is {value!r:.100}; return a finite number {SCORE_RANGE}, or None to leave it to the judge"
+        )
+    return reward
+
+
+def _metrics(value: Any) -> dict[str, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise WorkflowFailed(f"metrics is {type(value).__name__}; return a mapping of names to numbers")
+    wrong = [name for name, number in value.items() if number_of(number) is None]
+    if wrong:
+        raise WorkflowFailed(f"metrics holds no finite number {SCORE_RANGE} for {', '.join(map(str, wrong[:5]))}")
+    return {str(name): float(number) for name, number in value.items()}
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return a value as JSON; None for an object without readable content.
+
+    Records (dataclasses, pydantic models, objects with `to_dict`) become mappings; a message object with
+    `get_text_content`, as agent frameworks have, becomes its text.
+    """
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if depth > _MAX_DEPTH:
+        raise WorkflowFailed(f"the response is nested deeper than {_MAX_DEPTH} levels, or contains itself")
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner, depth + 1) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(inner, depth + 1) for inner in value]
+    for name in ("get_text_content", "model_dump", "to_dict"):
+        method = getattr(value, name, None)
+        if callable(method) and not isinstance(value, type):
+            return plain(method(), depth + 1)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name), depth + 1) for field in dataclasses.fields(value)}
+    kind: Any = type(value)
+    return None if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__ else str(value)

@@ -12,47 +12,152 @@
 Guarantees: validation and test tasks are never trained and share no content with each other or the training tasks;
 versions are compared task by task. The run stops when validation no longer improves and rolls back a version that is
 worse than the best one on validation tasks, so test tasks decide nothing and the gain on them is not a selected
-maximum. Progress is in the store, so an interrupted run resumes. This module trains nothing: the trainer does, with
-the same proof, release checks and sentinel as in production.
+maximum. Plan and progress are in the store, so an interrupted run resumes. This module trains nothing: the trainer
+does, with the same proof, release checks and sentinel as in production.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.operation_records import Rollout, Tuning
-from ratchet.store.states import PolicyState, TuningState
+from ratchet.store.reasons import describe_untrained, drop_meaning
+from ratchet.store.states import PolicyState, RoundState, TrajectoryState, TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.backlog import is_drained
 from ratchet.trainer.controller.warm_start import COLLECTED, warm_start_metrics
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.observability.progress import Progress
+from ratchet.trainer.settings.trainer_sections import WarmStartSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import Compared, ComparisonVerdict, compare, rank
 from ratchet.trainer.tasks import TEST, Task
+from ratchet.tuner.reports import TuningResult, task_set
+from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
 from ratchet.tuner.rollouts.scoring import RolloutScorer
-from ratchet.tuner.selection.choice import commonest, marks_of
-from ratchet.tuner.tasks.task_mix import TaskFamily, TaskMix
-from ratchet.tuner.weights.weights_plan import (
-    BASELINE,
-    LIVE,
-    ROUNDS,
-    VALIDATION,
-    WARM_START,
-    Evaluated,
-    WeightsPlan,
-    WeightsProgress,
-    plain,
-    plan_of,
-    progress_of,
-)
+from ratchet.tuner.selection.model_selection import commonest, marks_of, rollout_cost
+from ratchet.tuner.tasks import TaskFamily, TaskMix
+
+BASELINE, WARM_START, ROUNDS = "baseline", "warm_start", "rounds"  # stages in order
+VALIDATION = "validation"  # the split that decides when to stop and which version is best
+LIVE = "live"  # candidate name of rollouts that are trained
+
+
+class WeightsPlan(BaseModel):
+    """Parameters of a weight tuning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    families: tuple[str, ...] = Field(min_length=1, description="task sets: SOURCE or NAME=SOURCE:WEIGHT")
+    workflow: str = Field(description="the agent")
+    family_workflows: Mapping[str, str] = Field(
+        default_factory=dict, description="the agents of families that have their own, also in evaluations"
+    )
+    eval_workflow: str | None = Field(None, description="the agent of the evaluations, such as a greedy one")
+    rounds: int = Field(20, ge=0, description="rounds of training tasks")
+    tasks_per_round: int = Field(16, ge=1, description="training tasks per round")
+    attempts: int = Field(8, ge=2, description="attempts at each task: the trainer's group size")
+    eval_every: int = Field(5, ge=1, description="rounds between two evaluations on the validation tasks")
+    eval_tasks: int | None = Field(None, ge=2, description="maximum number of test tasks of each family; null: all")
+    validation_tasks: int = Field(32, ge=1, description="maximum number of validation tasks of each family")
+    eval_attempts: int = Field(1, ge=1, description="attempts at each validation and test task")
+    patience: int = Field(3, ge=0, description="stop after this many evaluations without a gain; 0: never")
+    collect: int = Field(0, ge=0, description="rounds of rollouts for a warm start, not trained")
+    warm_start: WarmStartSettings | None = Field(None, description="SFT before the rounds")
+    max_trainer_wait_seconds: float = Field(60.0, gt=0, description="maximum wait for the trainer before an evaluation")
+    seed: int = Field(0, ge=0, description="random seed of the task order")
+    run_judge: Mapping[str, Any] | None = Field(
+        None, description="judge of the training rollouts in place of the trainer's: functions of the calling process"
+    )
+
+    @property
+    def workflows(self) -> str:
+        """All workflows as one text."""
+        return "; ".join([self.workflow, *(f"{name}={spec}" for name, spec in sorted(self.family_workflows.items()))])
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """A version on a split: its mean with an interval, and the difference to the baseline."""
+
+    version: int
+    split: str = TEST  # older runs evaluated on it alone
+    round: int  # training rounds before the evaluation
+    rollouts: int  # training rollouts before the evaluation
+    tasks: int
+    mean: float | None
+    low: float
+    high: float
+    failed: int
+    unjudged: int
+    families: Mapping[str, float | None]  # mean by family
+    against_baseline: Compared | None = None  # None for the baseline itself
+
+    def describe(self) -> str:
+        """Return a one-line description."""
+        mean = "no score" if self.mean is None else f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+        against = "" if self.against_baseline is None else f"; against the baseline {self.against_baseline.describe()}"
+        return mean + against
+
+
+class WeightsProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Progress of a run."""
+
+    stage: str = BASELINE
+    baseline: int = 0  # live version at the start
+    rounds: int = 0  # finished
+    evaluations: tuple[Evaluated, ...] = ()
+    warm_start: Mapping[str, Any] | None = None  # metrics of the warm start
+    notes: tuple[str, ...] = ()
+    wall_seconds: float = 0.0  # before the last interruption
+
+    @property
+    def best(self) -> Evaluated:
+        """The validation with the highest mean; the earliest on ties."""
+        return max(self.validated, key=lambda one: float("-inf") if one.mean is None else one.mean)
+
+    @property
+    def evaluations_without_gain(self) -> int:
+        """Number of evaluations after the best one."""
+        return len(self.validated) - 1 - self.validated.index(self.best)
+
+    @property
+    def validated(self) -> tuple[Evaluated, ...]:
+        """Evaluations on validation tasks, oldest first."""
+        return tuple(one for one in self.evaluations if one.split == VALIDATION) or self.evaluations
+
+
+def config_of(plan: WeightsPlan) -> dict[str, Any]:
+    """Return a plan for `store.tunings.begin`."""
+    content = plan.model_dump(mode="json")
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def plan_of(tuning: Tuning) -> WeightsPlan:
+    """Return the plan of a run. Raises TuningError if the run is of another method."""
+    if tuning.kind != "weights":
+        raise TuningError(f"tuning {tuning.id} is a {tuning.kind} run, not a weights run")
+    return WeightsPlan.model_validate(tuning.config)
+
+
+def progress_of(tuning: Tuning) -> WeightsProgress:
+    """Return the progress of a run; the initial one if nothing is stored."""
+    return msgspec.convert(tuning.result or {}, WeightsProgress)
+
+
+def plain(progress: WeightsProgress) -> dict[str, Any]:
+    """Return progress for `store.tunings.update`."""
+    content: dict[str, Any] = msgspec.to_builtins(progress)
+    return content | {"stage": progress.stage}
+
 
 _Value = TypeVar("_Value")
 
@@ -287,9 +392,7 @@ class WeightsTuning:
         known = [one for name in candidates for one in self._of(name)]
         if missing := pending_jobs(jobs, known):
             await self._run_watched(runner.run(missing, self._tuning.id))
-        places = {job.key for job in jobs}
-        made = (one for name in candidates for one in final_rollouts(self._of(name)))
-        return [one for one in made if (one.candidate, one.task_id, one.attempt, one.step) in places]
+        return final_rollouts((one for name in candidates for one in self._of(name)), jobs)
 
     async def _scored(self, rollouts: Sequence[Rollout]) -> None:
         if unscored := [one for one in rollouts if one.score is None]:  # again, if the judge has failed
@@ -349,3 +452,103 @@ def rewards(store: Store, rollouts: Iterable[Rollout]) -> dict[tuple[int, str], 
             if verdict.score is not None:
                 scores.setdefault(by_id[name], []).append(verdict.score)
     return {place: (sum(found) / len(found), len(found)) for place, found in sorted(scores.items())}
+
+
+_MAX_ROUNDS = 1000
+
+
+def result_of(
+    store: Store, tuning: Tuning, run: WeightsTuning, trainer: TrainerSettings, judge: str, prices: Prices
+) -> TuningResult:
+    """Return the result of a finished run."""
+    plan, state = plan_of(tuning), run.state
+    final = store.policies.live()[tuning.alias].version
+    tested = [one for one in state.evaluations if one.split == TEST]
+    is_measured = final in {one.version for one in tested}
+    gain = run.compared(final, state.baseline) if is_measured and final != state.baseline else None
+    store.rollouts.count_tokens([one.id for one in store.rollouts.of_tuning(tuning.id) if not one.planned])
+    made = store.rollouts.of_tuning(tuning.id)
+    rollouts = final_rollouts(made)
+    ours = [] if state.warm_start is None else ["SFT"]
+    if state.rounds:
+        ours.append(f"{trainer.advantage_estimator} with {trainer.learner.loss_type}, {state.rounds} rounds")
+    notes = state.notes if is_measured else (*state.notes, f"{tuning.alias}@{final} was not evaluated")
+    trained = _trained(store, tuning) if state.rounds else None
+    return TuningResult(
+        method="weights",
+        technique=" -> ".join(ours) or "evaluation only",
+        alias=tuning.alias,
+        task_set=task_set(", ".join(plan.families), "test", [task.id for task in run.tests]),
+        judge=judge,
+        workflow=plan.workflows,
+        attempts=plan.eval_attempts,
+        baseline=f"{tuning.alias}@{state.baseline}",
+        best=f"{tuning.alias}@{final}" if gain is not None and gain.verdict is ComparisonVerdict.BETTER else None,
+        gain=gain,
+        spent=sum((rollout_cost(one, prices) for one in made if one.counts or one.prompt_tokens), RolloutCost()),
+        wall_seconds=state.wall_seconds,
+        promoted=f"{tuning.alias}@{final}" if final != state.baseline else None,
+        notes=(*notes, *_failures(rollouts), *(_training_notes(trained) if trained is not None else ())),
+        details={
+            "curve": [msgspec.to_builtins(one) for one in state.validated],
+            "test": [msgspec.to_builtins(one) for one in tested],
+            "training": [
+                {"round": number, "family": family, "reward": mean, "judged": count}
+                for (number, family), (mean, count) in rewards(
+                    store, (one for one in rollouts if one.candidate == LIVE)
+                ).items()
+            ],
+            "families": _families(run, final, state.baseline) if gain is not None else {},
+            "warm_start": state.warm_start,
+            "rounds": state.rounds,
+            "trained": trained,
+        },
+    )
+
+
+def _trained(store: Store, tuning: Tuning) -> dict[str, Any]:
+    """Return what the trainer made of the rounds: its own rounds since the run began, and the rollouts' outcomes."""
+    made = [one for one in store.rounds.page(tuning.alias, _MAX_ROUNDS) if one.started_at >= tuning.started_at]
+    committed = [one for one in made if one.state is RoundState.COMMITTED and "warm_start" not in one.metrics]
+    abandoned = [one for one in made if one.state is RoundState.ABANDONED]
+    untrained: Counter[str] = Counter()
+    for one in committed:
+        untrained.update(one.metrics.get("untrained_tokens") or {})
+    return {
+        "committed": len(committed),
+        "abandoned": len(abandoned),
+        "abandoned_because": abandoned[0].reason if abandoned else None,
+        "rollouts": store.rollouts.training_outcomes(tuning.id, LIVE),
+        "untrained_tokens": dict(untrained),
+    }
+
+
+def _training_notes(trained: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how many rounds and rollouts were trained and why the others were not, with the commonest remedy."""
+    left = Counter(trained["rollouts"])
+    total, used = left.total(), left.pop(TrajectoryState.TRAINED, 0)
+    counts = ", ".join(f"{count} {reason}" for reason, count in left.most_common())
+    note = f"rounds of the trainer: {trained['committed']} committed, {trained['abandoned']} abandoned"
+    note += f"; {used} of {total} training rollouts were trained" + (f", the others not: {counts}" if counts else "")
+    remedy = drop_meaning(left.most_common(1)[0][0]) if left else None
+    yield f"{note} ({remedy})" if remedy else note
+    if trained["abandoned_because"]:
+        yield f"the last abandoned round: {trained['abandoned_because']}"
+    if trained["untrained_tokens"]:
+        yield f"tokens of committed rounds, {describe_untrained(trained['untrained_tokens'])}"
+
+
+def _failures(rollouts: Sequence[Rollout]) -> Iterator[str]:
+    """Yield the commonest failures of the agent and of the judge."""
+    if failure := commonest(one.failure for one in rollouts):
+        failed = sum(one.failure is not None for one in rollouts)
+        yield f"{failed} of {len(rollouts)} rollouts failed, most often with {failure}"
+    if failure := commonest(one.judge_failure for one in rollouts):
+        yield f"the judge failed, most often with {failure}"
+
+
+def _families(run: WeightsTuning, final: int, baseline: int) -> dict[str, Any]:
+    """Return the gain on the test tasks of each family."""
+    names = dict.fromkeys(task.id.rpartition("/")[0] for task in run.tests)
+    gains: dict[str, Compared] = {name: run.compared(final, baseline, name) for name in names}
+    return {name: msgspec.to_builtins(gain) for name, gain in gains.items()}

@@ -7,7 +7,7 @@ of them is used.
 
 from typing import TYPE_CHECKING, Any
 
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
+from ratchet.tuner.rollouts.workflow import WorkflowOutput
 from ratchet_agentscope.types import (
     AlgorithmConfig,
     DatasetConfig,

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from ratchet.api.arguments import Tasks
+from ratchet.api.evaluate import select_model_async
 from ratchet.api.runs import TuningRun
-from ratchet.api.select_model import select_model_async
-from ratchet.api.tasks import Tasks
 from ratchet.api.tune import tune as train_weights
 from ratchet.api.tune_prompt import tune_prompt as search_prompt
 from ratchet.settings.load_settings import load
@@ -19,7 +19,7 @@ from ratchet.trainer.errors import NotCallable, SettingError, WorkflowError
 from ratchet.trainer.tasks import TEST
 from ratchet.trainer.user_code.entry_points import name_of
 from ratchet.tuner.rollouts.workflow import PARAMETERS
-from ratchet.tuner.selection.choice import Selection
+from ratchet.tuner.selection.model_selection import Selection
 from ratchet_agentscope.functions import adapted_workflow
 from ratchet_agentscope.types import (
     AlgorithmConfig,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet.api.tasks import Tasks
+from ratchet.api.arguments import Tasks
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.user_code.judgement import Judgement
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
+from ratchet.tuner.rollouts.workflow import WorkflowOutput
 from ratchet.tuner.settings import SEARCH_ROLLOUTS
 
 WorkflowType = Callable[..., Awaitable[WorkflowOutput]]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.store.store import Store
     from ratchet.trainer.statistics import Ranking
-    from ratchet.tuner.reports.tuning_result import TuningResult
+    from ratchet.tuner.reports import TuningResult
     from ratchet_bfcl.evaluation import BfclRequest
 
 
@@ -78,7 +78,7 @@ def bfcl(
     with options.open_store_for_command(settings.store_url) as opened:
         found, ranked = _evaluate(opened, settings, versions or _both(opened, settings.model), python, request, proxy)
     if as_json:
-        from ratchet.tuner.reports.tuning_result import plain
+        from ratchet.tuner.reports import plain
 
         options.print_json(plain(found))
     else:
@@ -112,11 +112,11 @@ def _evaluate(
     """Evaluate each version and store the result."""
     import msgspec
 
+    from ratchet.api.context import first_api_key, proxy_of
+    from ratchet.api.run_lease import RunLease
     from ratchet.output import progress_bars
-    from ratchet.tuner.reports.tuning_result import plain
+    from ratchet.tuner.reports import plain
     from ratchet.tuner.rollouts.prices import prices_of
-    from ratchet.tuning.context import first_api_key, proxy_of
-    from ratchet.tuning.run_lease import RunLease
     from ratchet_bfcl.evaluation import ranking, result, run_package
 
     base_url = f"{(proxy or proxy_of(settings)).rstrip('/').removesuffix('/v1')}/v1"

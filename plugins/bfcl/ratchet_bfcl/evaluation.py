@@ -21,7 +21,7 @@ import msgspec
 
 from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.statistics import Compared, ComparisonVerdict, Marks, Missing, Ranking, rank
-from ratchet.tuner.reports.tuning_result import TuningResult, task_set
+from ratchet.tuner.reports import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 
 PACKAGE = "bfcl-eval"

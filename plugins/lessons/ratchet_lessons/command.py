@@ -41,9 +41,9 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big --dry-run
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big
     """
+    from ratchet.api.run_lease import RunLease
     from ratchet.settings.setting_errors import readable_errors
     from ratchet.trainer.controller.judges.language_model import LanguageModel, key_of_model
-    from ratchet.tuning.run_lease import RunLease
     from ratchet_lessons.lessons import LessonSettings, check, learn, start_ramp
 
     settings = options.read_agent_settings(context, _named(given))
@@ -82,7 +82,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
 
 def _named(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options by the names of their settings."""
-    from ratchet.tuning.tune_prompt import reflection_setting
+    from ratchet.api.tune_prompt import reflection_setting
 
     reflection = reflection_setting(given.pop("reflection_url"), given.pop("reflection_model"))
     own = ("failure_threshold", "min_failures", "share")

@@ -15,9 +15,9 @@ from typing import Any
 
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.settings.judge_specs import ModelSpec
-from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import load_optimizer
 from ratchet.tuner.prompts.reflection_model import ReflectionModel
+from ratchet.tuner.prompts.trials import Budget
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import WorldEvaluate, search
 

@@ -8,7 +8,7 @@ from ratchet.store.records import Policy
 from ratchet.store.reports.learning_report import RELATIVE_SCORES_NOTE, record_judge_scale
 from ratchet.store.store import Store
 from ratchet.trainer.statistics import compare
-from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
+from ratchet.tuner.reports import TuningResult, plain, task_set
 from ratchet_model_card import model_card
 from tests.harness.records import judged_group
 

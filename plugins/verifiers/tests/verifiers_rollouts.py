@@ -13,7 +13,7 @@ from ratchet.store.store import open_store
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
-from ratchet.tuner.tasks.imported import open_source
+from ratchet.tuner.tasks import open_source
 
 WORKFLOW = "ratchet.environments.verifiers:workflow"
 ALIAS = "agent"

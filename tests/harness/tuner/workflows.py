@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 
-from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
+from ratchet.tuner.rollouts.workflow import WorkflowOutput
 
 
 async def ask(task: dict[str, Any], *, base_url: str, api_key: str, model: str) -> str:

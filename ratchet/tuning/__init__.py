@@ -1,1 +1,0 @@
-"""What the commands `ratchet tune` and `ratchet eval` share."""

@@ -1,1 +1,0 @@
-"""Results, and the report of all methods."""

@@ -1,1 +1,0 @@
-"""Task sets: imported copies, and mixtures of several."""
