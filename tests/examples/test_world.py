@@ -130,7 +130,7 @@ def test_no_demonstration_is_about_a_held_out_pair() -> None:
 
 def test_a_broken_task_file_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": "q"}\n', "utf-8")
-    with pytest.raises(ValueError, match=r"train\.jsonl:2 is not a task with question and answer"):
+    with pytest.raises(ValueError, match=r"train\.jsonl:2 "):
         read_tasks(tmp_path, "train")
 
 

@@ -129,7 +129,7 @@ def test_reload_lets_an_agent_join_and_leave_a_project_that_is_up(project: Proje
     reloaded = project.call("reload")
     assert reloaded.returncode == 0, reloaded.stdout
     assert "agents: joined support" in reloaded.stdout
-    assert "not applied before a restart (`ratchet down`, `ratchet up`): max_restarts" in reloaded.stdout
+    assert "(`ratchet down`, `ratchet up`): max_restarts" in reloaded.stdout
     assert list(load(project.state / "run" / "settings.yaml", environ={}).agents) == ["mail", "support"]
     store = open_store(f"sqlite:///{project.state / 'store.db'}", create=False)
     assert store.base_models.base_model_of("support") is not None

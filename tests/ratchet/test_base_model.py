@@ -84,7 +84,7 @@ def test_a_project_of_before_takes_up_its_base_model_and_says_so(project: Projec
     store.close()
     record_something(project)
     output = end(project.up())
-    assert "base model: none was recorded for policy; it is now " in output
+    assert "none was recorded for policy; it is now " in output
     refused = project.run("up", "--base-model", str(perturbed(project)))
     assert "is another model" in refused.stdout
 

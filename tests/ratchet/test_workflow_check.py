@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_the_command_prints_the_reasons_and_fails(project: Project, proxy: Proxy
         "--model", "agent", "--attempts", "1",
     )  # fmt: skip
     assert done.returncode == 1, done.stdout
-    assert "FAIL  calls     no call of this rollout reached the proxy" in done.stdout
+    assert re.search(r"FAIL  calls     no call ", done.stdout)
     assert "FAIL  judge     no judge is set" in done.stdout
     assert "remedy: " in done.stdout
 

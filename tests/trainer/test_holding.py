@@ -124,7 +124,7 @@ def test_a_ramp_that_its_own_second_judge_likes_is_held_by_the_sentinels(
     until(controller, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     decision = store.decisions.decisions_of("agent", 1)[0]
     assert decision.action is PolicyAction.HOLD
-    assert "the sentinel found that the judges disagree" in decision.reason
+    assert "the judges disagree" in decision.reason
     assert decision.evidence["second_judge"]["low"] > 0
     assert decision.evidence["live_minus_anchor"]["low"] > 0
 

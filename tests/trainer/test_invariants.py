@@ -86,17 +86,17 @@ def test_a_small_increase_passes_however_many_prompts_show_it() -> None:
 
     result = releases(1, 1_000, worse, lambda rng, _: CheckedAnswer())[0]
     assert not result.broken
-    assert "no invariant broken on 1000 recent prompts" in result.describe()
+    assert "1000 recent prompts" in result.describe()
 
 
 def test_too_few_prompts_decide_nothing_and_say_so() -> None:
     broken, good = CheckedAnswer(frozenset({Fault.EMPTY})), CheckedAnswer()
     few = judge_answers([AnswerPair([broken, broken], [good, good])] * 5)
     assert (few.broken, few.decidable) == (False, False)
-    assert few.describe() == "invariants are not decided on 5 recent prompts: too few"
+    assert "not decided on 5 recent prompts" in few.describe()
     enough = judge_answers([AnswerPair([broken, broken], [good, good])] * 6)
     assert enough.broken
-    assert enough.describe() == "on 6 recent prompts empty answers in 100% of the answers, 0% by the live version"
+    assert "6 recent prompts empty answers in 100%" in enough.describe()
     assert judge_answers([]).decidable is False
 
 

@@ -126,7 +126,7 @@ def test_what_a_partial_has_bound_stays_bound_and_is_refused_where_nothing_is_le
 
 
 def test_a_parameter_that_nobody_gives_is_named(file: Path) -> None:
-    with pytest.raises(JudgeError, match="requires the parameter 'right'; it can use trajectory, response"):
+    with pytest.raises(JudgeError, match="parameter 'right'; it can use trajectory, response"):
         judge_of(f"{file}:missing_more")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def examined(
 def test_a_judge_that_crashes_is_a_crash_and_not_fooled(judge: Any) -> None:
     report = examined(judge("raises"))
     assert report.outcome is LintOutcome.CRASHES
-    assert "crashes on the right answer: ValueError: no such table" in report.reason
+    assert "right answer: ValueError: no such table" in report.reason
     assert [one.mark for one in report.findings] == [LintMark.CRASHED]
 
 
@@ -77,13 +78,13 @@ def test_a_judge_that_crashes_on_wrong_answers_is_not_sound(judge: Any) -> None:
     report = examined(judge("brittle"))
     assert {one.trick for one in report.findings if one.mark is LintMark.CRASHED} == {"empty", "blank"}
     assert report.outcome is LintOutcome.FOOLED
-    assert "is fooled by 1 of 12 answers; crashes on 2 of 12" in report.reason
+    assert re.search(r"fooled by 1 of 12 .*crashes on 2 of 12", report.reason)
 
 
 def test_a_missing_return_is_named_as_one(judge: Any) -> None:
     report = examined(judge("forgets"))
     assert report.outcome is LintOutcome.NO_RETURN
-    assert "returns nothing for 12 of 12 answers: a return is missing" in report.reason
+    assert "12 of 12 answers: a return is missing" in report.reason
     with pytest.raises(JudgeError, match="returns nothing: end it with a score"):
         judge("forgets_all")
 
@@ -140,7 +141,7 @@ def test_what_the_tools_came_to_stays_with_the_recorded_trajectory(judge: Any, s
 def test_a_trajectory_without_an_answer_in_words_asks_for_the_tool() -> None:
     with pytest.raises(JudgeError, match=r"--tool NAME\.ARGUMENT"):
         recorded(run(called("finish", answer="Oslo", sure="yes")), None, Place())
-    with pytest.raises(JudgeError, match="has no text at the argument 'x' of the tool 'finish'"):
+    with pytest.raises(JudgeError, match="the argument 'x' of the tool 'finish'"):
         recorded(run(called("finish", answer="Oslo")), None, Place("finish", "x"))
 
 

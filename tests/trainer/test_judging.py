@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -139,7 +140,7 @@ def test_a_plug_ins_verdict_outside_the_limits_is_a_failure(store: Store) -> Non
     given = Verdict(trajectory_id=group.members[0], group_id=group.id, judge="other", judge_version="1", score=1e300)
     (verdict,) = GroupJudgement((given,)).verdicts
     assert verdict.score is None
-    assert verdict.failure == ("the judge gave the score 1e+300, which is no finite number from -1e+09 to 1e+09")
+    assert re.search(r"1e\+300.* -1e\+09 to 1e\+09", str(verdict.failure))
 
 
 @pytest.mark.slow

@@ -236,9 +236,9 @@ def test_a_round_without_signal_is_refused_and_changes_nothing(make_learner: Lea
 def test_a_row_that_does_not_fit_the_model_is_refused_by_name(make_learner: LearnerMaker) -> None:
     learner, row = make_learner(), build_row(7, advantage=1.0)
     foreign = replace(row, ids=(VOCABULARY, *row.ids[1:]))
-    with pytest.raises(RowError, match="trajectory t7: a token id is outside the base model's 512 ids"):
+    with pytest.raises(RowError, match=r"trajectory t7: .* 512 ids"):
         learner.train_round([foreign])
-    with pytest.raises(RowError, match="1025 tokens exceed the base model's 1024 positions"):
+    with pytest.raises(RowError, match=r"1025 tokens .* 1024 positions"):
         learner.score([(5,) * 1025])
 
 
@@ -344,7 +344,7 @@ def test_a_missing_model_and_a_folder_without_one_are_different_errors(tmp_path:
     with pytest.raises(ModelError, match=r"is not a model: it has no config\.json"):
         Learner(str(tmp_path), SETTINGS)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="cannot be read as a causal language model"):
+    with pytest.raises(ModelError, match="causal language model"):
         Learner(str(tmp_path), SETTINGS)
 
 

@@ -137,7 +137,7 @@ def test_where_nothing_fits_the_trainer_stops_and_its_groups_wait(
     judged(store, "a", [200, 200, 200, 200])
     controller = make_cramped(Cramped(capacity=10))
     assert [controller._train(1000.0 + turn) for turn in range(4)] == [True] * 4
-    with pytest.raises(OutOfMemory, match="none of the 4 rows fits into memory, the shortest has 200 tokens"):
+    with pytest.raises(OutOfMemory, match=r"none of the 4 rows .* 200 tokens"):
         controller._train(1004.0)
     assert len(store.groups.awaiting_round("agent")) == 1
     assert store.trajectories.drop_counts() == {}

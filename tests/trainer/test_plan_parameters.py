@@ -85,12 +85,12 @@ def test_the_cache_of_a_layer_with_a_window_ends_at_the_window() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "mamba"}, r"no memory formula for model_type 'mamba': there is one for llama"),
-        ({}, r"no memory formula for a config.json without a model_type"),
-        ({"model_type": "llama"}, r"has no 'hidden_size': it is not the complete configuration of a llama model"),
+        ({"model_type": "mamba"}, r"model_type 'mamba': there is one for llama"),
+        ({}, r"without a model_type"),
+        ({"model_type": "llama"}, r"has no 'hidden_size'"),
         (
             TINY["qwen2"].to_dict() | {"quantization_config": {"quant_method": "awq"}},
-            r"quantized by 'awq', which cannot be trained here: name the model in bfloat16",
+            r"'awq', .*: name the model in bfloat16",
         ),
     ],
 )

@@ -237,7 +237,7 @@ def test_the_next_start_trains_the_round_once_and_ends_as_one(story: Story) -> N
     assert story.store.policies.live()["agent"].version == 1, output[-3000:]
     (broken_off,) = [held for held in story.store.rounds.page("agent") if held.to_version is None]
     assert broken_off.reason is not None
-    assert broken_off.reason.startswith("WorkerProcessLost: a training process has exited")
+    assert broken_off.reason.startswith("WorkerProcessLost: ")
     committed = [held for held in story.store.rounds.page("agent") if held.to_version is not None]
     assert [held.metrics["trajectories"] for held in committed] == [6]
     assert "event=trainer_stopped" in output

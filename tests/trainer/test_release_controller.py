@@ -240,7 +240,7 @@ def test_what_is_known_about_a_release_is_stored_for_people(store: Store) -> Non
     assert known[1]["counted"] == 24
     assert known[1]["ramp_length"] == 32
     assert known[1]["detectable"]["day"] > known[1]["detectable"]["month"] > 0
-    assert known[1]["status"] == "24 of 32 trajectories of the ramp of 1 are counted"
+    assert "24 of 32 trajectories" in str(known[1]["status"])
     assert shares_of(0, 0, 1, 1.0, ReleaseRules.of(releases.settings))[1] == pytest.approx(0.45)
 
 

@@ -172,7 +172,7 @@ def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_spe
 
 
 def test_a_pattern_that_is_none_is_refused_with_its_role(make_controller: Callable[..., SteppedController]) -> None:
-    with pytest.raises(ValidationError, match="the pattern of role planner is not a regular expression"):
+    with pytest.raises(ValidationError, match="role planner "):
         make_controller(role_patterns={"planner": "("})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,7 @@ def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store
     )
     later.close()
     reasons = {alarm.name: alarm.reason for alarm in store.alarms.active()}
-    assert "second judge contrary ranks the members of the last 20 groups differently" in reasons["second_judge:agent"]
+    assert re.search(r"second judge contrary .* last 20 groups", reasons["second_judge:agent"])
     assert "Kendall's tau -1.00" in reasons["second_judge:agent"]
     assert {verdict.judge for name in ids for verdict in store.groups.verdict_history(name)} == {
         "tests.harness.trainer.judge_samples:scripted"
@@ -157,7 +158,7 @@ def test_failures_of_a_second_judge_are_reported() -> None:
         PairedJudgements("g", scores(0, 1), scores(0, 1))
     ] * 5
     (found,) = agreement(judgements, "second")
-    assert found.reason == "second judge second failed on 15 of the last 20 groups"
+    assert "15 of the last 20 groups" in str(found.reason)
 
 
 def test_the_sample_has_its_share_and_depends_on_ids_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -38,7 +39,7 @@ def test_a_version_that_asks_in_place_of_acting_is_named_with_the_remedy() -> No
     findings, histories = check_versions(seen)
     assert alarms(findings) == [(QUESTIONS, "4")]
     found = next(one for one in findings if one.reason)
-    assert "version 4: 50% of its answers ask a question in place of an action, 0% in older" in str(found.reason)
+    assert re.search(r"version 4: 50% .*question.* 0%", str(found.reason))
     assert (found.value, found.metric) == (0.5, "ratchet_question_ratio")
     assert histories == {QUESTIONS: RateHistory(60, 0.0, 0.0)}
     shown = {(one.check, one.subject): one.value for one in findings}

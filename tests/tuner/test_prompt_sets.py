@@ -49,7 +49,7 @@ def test_no_task_is_in_two_sets(tasks: list[int], test: list[int], validation: l
 def test_twelve_different_tasks_are_enough_and_eleven_are_not() -> None:
     sets = divide(named(*range(12)), [], PromptSettings(), seed=1)
     assert (len(sets.train), len(sets.validation), len(sets.held_out)) == (3, 3, 6)
-    with pytest.raises(TaskSetError, match="12 different ones in all; this task set has"):
+    with pytest.raises(TaskSetError, match="12 different ones"):
         divide(named(*range(11), *range(11)), [], PromptSettings(), seed=1)
 
 

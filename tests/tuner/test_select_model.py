@@ -120,7 +120,7 @@ async def test_a_judge_that_fails_on_some_names_no_winner_where_that_matters(ben
     found = await bench.select("right-95", "right-20", judge="fails_on_some")
     assert found.chosen is None
     assert "could change the ranking" in found.reason
-    with pytest.raises(KeyError, match="right-95 and right-9 were not compared; compared were right-"):
+    with pytest.raises(KeyError, match=r"right-95 and right-9 .*compared were right-"):
         found.ranking.pair("right-95", "right-9")
     pair = found.ranking.pair("right-95", "right-20")
     assert (pair.verdict, pair.unjudged > 10) == (ComparisonVerdict.INCONCLUSIVE, True)
@@ -172,7 +172,7 @@ async def test_an_alias_means_the_version_that_is_live_when_the_run_begins(bench
 
 def test_what_cannot_be_compared_is_refused_before_anything_runs(bench: SelectionSetup) -> None:
     known = known_models(bench.proxy.url, None)
-    with pytest.raises(TuningError, match=r"gpt-9, agent@7: unknown to the proxy, which serves agent"):
+    with pytest.raises(TuningError, match=r"gpt-9, agent@7: .* serves agent"):
         resolved(bench.store, ["right-20", "gpt-9", "agent@7"], known)
     with pytest.raises(TuningError, match="agent@0 is given twice"):
         resolved(bench.store, ["agent", "agent@0"], known)

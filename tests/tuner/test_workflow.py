@@ -50,7 +50,7 @@ def test_a_function_gets_the_parameters_that_it_names() -> None:
         ("no-such-program --x", "no such program: 'no-such-program'"),
         ("", "no such program"),
         ("python 'unended", "No closing quotation"),
-        (f"{HERE}:yields", "is a generator function: return one result"),
+        (f"{HERE}:yields", "is a generator function"),
         (f"{HERE}:Unmakeable", "cannot be instantiated without arguments .TypeError"),
         (f"{HERE}:Uncallable", "its instances are not callable"),
         ("my_agent.run", "did you mean my_agent:run?"),
