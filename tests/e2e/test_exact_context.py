@@ -19,6 +19,7 @@ from ratchet.store.records import Call, unpack_ids
 from ratchet.store.store import open_store
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.servers import eventually
+from tests.harness.records import commit_round
 from tests.harness.vllm.engine import vllm
 from tests.harness.vllm.rewriting_model import TOOL, Model, make
 
@@ -125,8 +126,7 @@ def test_ten_turns_of_tool_calls_are_one_exact_sequence(
 def test_with_an_adapter_too(engine: tuple[str, Model]) -> None:
     url, model = engine
     with proxied(url) as proxy:
-        training_round = proxy.store.rounds.start("agent", 0)
-        proxy.store.rounds.commit(training_round.id, version=1, checkpoint=str(model.adapter), groups=[], metrics={})
+        commit_round(proxy.store, "agent", 1, checkpoint=str(model.adapter))
         proxy.store.policies.promote("agent", 1, {})
         eventually(
             lambda: any(

@@ -29,6 +29,7 @@ from ratchet.trainer.settings.judge_specs import FeedbackSpec
 from tests.harness.cli.project import Project
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.scripts import Messages, Script, calls
+from tests.harness.records import commit_round
 
 Play = Callable[[Callable[[Messages], Script]], Proxy]
 FOLDER = Path(__file__).parents[2] / "examples" / "production"
@@ -184,8 +185,7 @@ def test_a_harmful_version_takes_the_place_of_what_is_not_decided(
     for number in (1, 2):
         folder = project.state / "models" / "agent" / "checkpoints" / f"{number:04d}"
         checkpoint.write_atomically(folder, write_adapter)
-        held = store.rounds.start("agent", number - 1)
-        store.rounds.commit(held.id, version=number, checkpoint=str(folder), groups=[], metrics={})
+        commit_round(store, "agent", number, checkpoint=str(folder))
     store.policies.promote("agent", 1, {})
     assert harmful.hand_in("agent", harmful.OPPOSITE, config) == 3
     assert [one.state for one in store.policies.all("agent")] == ["retired", "live", "rejected", "candidate"]

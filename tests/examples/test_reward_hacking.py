@@ -30,6 +30,7 @@ from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.scripts import Messages, Script, calls, says
 from tests.harness.proxy.servers import eventually, served
+from tests.harness.records import commit_round
 from tests.harness.trainer.scripted_learner import ScriptedLearner
 from tests.harness.trainer.stepped_controller import SteppedController
 
@@ -69,8 +70,7 @@ def proxy(home: Path, tmp_path: Path) -> Iterator[Proxy]:
         folder, learner = tmp_path / "checkpoints" / "0001", ScriptedLearner(settings(tmp_path), None)
         learner.learn(["what the teacher did"])
         learner.save(folder)
-        held = store.rounds.start("agent", 0)
-        store.rounds.commit(held.id, version=1, checkpoint=str(folder), groups=[], metrics={})
+        commit_round(store, "agent", 1, checkpoint=str(folder))
         store.policies.start_ramp("agent", 1, 0.5)
         eventually(
             lambda: 'ratchet_version_share_ratio{alias="agent",role="ramp"} 0.5' in made.http.get("/metrics").text

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from ratchet.store.content.messages import link_keys, node, path, tool_call_ids, tools_hash
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read
-from ratchet.store.records import CallEnded, CallStarted, Choice, Group, Verdict, pack_ids, pack_logprobs
+from ratchet.store.records import CallEnded, CallStarted, Choice, Group, Round, Verdict, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 
@@ -123,6 +123,28 @@ def judged_group(
     ]
     store.groups.record_verdicts(group.id, verdicts)
     return store.groups.get(group.id)
+
+
+def commit_round(
+    store: Store,
+    alias: str,
+    version: int,
+    *,
+    base: int | None = None,
+    checkpoint: str | None = None,
+    groups: Sequence[str] = (),
+    metrics: Mapping[str, Any] | None = None,
+) -> Round:
+    """Start and commit the round of a version, from the one before it unless `base` names another."""
+    held = store.rounds.start(alias, version - 1 if base is None else base)
+    store.rounds.commit(
+        held.id,
+        version=version,
+        checkpoint=checkpoint or f"/c/{version}",
+        groups=list(groups),
+        metrics=dict(metrics or {}),
+    )
+    return held
 
 
 def message_count(store: Store) -> int:

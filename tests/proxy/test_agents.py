@@ -18,6 +18,7 @@ from tests.harness.ports import free_port
 from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
+from tests.harness.records import commit_round
 from tests.proxy.test_base_check import alarms, other, probe_results
 from tests.proxy.test_keys import bearer
 from tests.proxy.test_other_models import entry
@@ -138,8 +139,7 @@ def test_a_vllm_that_names_its_base_model_otherwise_after_a_restart_is_found_aga
 
 
 def test_each_agent_serves_its_own_live_version(proxy: Proxy, vllm: ScriptedVllm) -> None:
-    round_ = proxy.store.rounds.start("support", 0)
-    proxy.store.rounds.commit(round_.id, version=1, checkpoint="/adapters/1", groups=[], metrics={})
+    commit_round(proxy.store, "support", 1, checkpoint="/adapters/1")
     proxy.store.policies.promote("support", 1, {})
     eventually(lambda: call(proxy, "support").headers["x-ratchet-policy"] == "support@1")
     assert call(proxy, "mail").headers["x-ratchet-policy"] == "mail@0"

@@ -11,6 +11,7 @@ from ratchet.proxy.coordinator.console.pages import _FOLDER
 from ratchet.store.store import Store
 from tests.harness.proxy import console_world
 from tests.harness.proxy.running_proxy import Proxy, Start
+from tests.harness.records import commit_round
 
 
 def test_every_page_forbids_foreign_content(start: Start) -> None:
@@ -73,8 +74,7 @@ def test_no_other_page_can_promote_delete_or_read(proxy: Proxy, origin: str) -> 
     """This includes pages of other servers on this machine; browsers send the page's origin."""
     store = proxy.store
     store.policies.register_base("mail", "mail")
-    round_ = store.rounds.start("mail", 0)
-    store.rounds.commit(round_.id, version=1, checkpoint="c", groups=[], metrics={})
+    commit_round(store, "mail", 1, checkpoint="c")
     order, headers = {"reason": "because"}, {"origin": origin}
     path = "/api/policies/1/promote?alias=mail"
     assert proxy.http.post(path, json=order, headers=headers).status_code == 403

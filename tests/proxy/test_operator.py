@@ -10,7 +10,7 @@ import pytest
 from ratchet.store.records import Verdict
 from ratchet.store.states import ToolOutcome, ToolResult
 from tests.harness.proxy.running_proxy import Proxy
-from tests.harness.records import answered_trajectory, judged_group
+from tests.harness.records import answered_trajectory, commit_round, judged_group
 
 USER: Any = {"role": "user", "content": "hi"}
 
@@ -135,8 +135,7 @@ def test_the_journals_metrics_count_shipped_records(proxy: Proxy) -> None:
 
 def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Proxy) -> None:
     for version in (1, 2):
-        held = proxy.store.rounds.start("agent", version - 1)
-        proxy.store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+        commit_round(proxy.store, "agent", version)
     where: dict[str, str] = {"alias": "agent"}
     assert proxy.http.post("/api/policies/1/promote", params=where, json={}).status_code == 422
     why = {"reason": "looked at it", "by": "anna"}
@@ -162,8 +161,7 @@ def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Prox
 
 def test_versions_are_held_pinned_and_rolled_back_at_once_over_http(proxy: Proxy) -> None:
     for version in (1, 2):
-        held = proxy.store.rounds.start("agent", version - 1)
-        proxy.store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+        commit_round(proxy.store, "agent", version)
     proxy.store.policies.promote("agent", 1, {}, holdback=0.1)
     proxy.store.policies.start_ramp("agent", 2, 0.45)
     (served,) = proxy.http.get("/api/releases", params={"alias": "agent"}).json()["data"]
@@ -208,8 +206,7 @@ def test_rounds_page_by_key_and_a_judges_requests_are_read_verbatim(proxy: Proxy
     store = proxy.store
     store.policies.register_base("agent", "agent")
     for version in range(3):
-        round_ = store.rounds.start("agent", version)
-        store.rounds.commit(round_.id, version=version + 1, checkpoint="c", groups=[], metrics={})
+        commit_round(store, "agent", version + 1, checkpoint="c")
     first = proxy.http.get("/api/training", params={"limit": 2}).json()
     second = proxy.http.get("/api/training", params={"limit": 2, "before": first["next"]}).json()
     assert [one["to_version"] for page in (first, second) for one in page["rounds"]] == [3, 2, 1]

@@ -13,6 +13,7 @@ from ratchet.proxy.api_keys import hash_key
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
+from tests.harness.records import commit_round
 from tests.proxy.test_other_models import entry
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
@@ -20,8 +21,7 @@ BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 
 def candidate(proxy: Proxy, version: int) -> None:
     """Register a version with an adapter, as the trainer does."""
-    round_ = proxy.store.rounds.start("agent", version - 1)
-    proxy.store.rounds.commit(round_.id, version=version, checkpoint=f"/adapters/{version}", groups=[], metrics={})
+    commit_round(proxy.store, "agent", version, checkpoint=f"/adapters/{version}")
 
 
 def promote(proxy: Proxy, version: int) -> None:

@@ -18,6 +18,7 @@ from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_scale_out import ScriptedScaleOut
 from tests.harness.proxy.scripted_vllm import ScriptedVllm, render
 from tests.harness.proxy.servers import eventually, served
+from tests.harness.records import commit_round
 
 PROMPT = "Answer in rhymes."
 USER: dict[str, Any] = {"role": "user", "content": "hi #say=hello"}
@@ -215,8 +216,7 @@ def test_a_trajectory_keeps_its_first_prompt(proxy: Proxy, vllm: ScriptedVllm) -
 
 def promote_adapter(proxy: Proxy, version: int) -> None:
     """Train and promote a version, as the trainer does."""
-    round_ = proxy.store.rounds.start("agent", 0)
-    proxy.store.rounds.commit(round_.id, version=version, checkpoint=f"/adapters/{version}", groups=[], metrics={})
+    commit_round(proxy.store, "agent", version, base=0, checkpoint=f"/adapters/{version}")
     proxy.store.policies.promote("agent", version, {})
     known(proxy, version)
 

@@ -13,6 +13,7 @@ from ratchet.store.records import Policy, VersionDraw
 from ratchet.store.states import PolicyState
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.servers import eventually
+from tests.harness.records import commit_round
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 NAMES = [f"traj_{number}" for number in range(20_000)]
@@ -78,8 +79,7 @@ def test_a_version_that_serves_alone_is_drawn_without_a_coin_and_shares_one_reco
 
 
 def test_trajectories_store_their_draw_and_users_and_sessions_are_units(proxy: Proxy) -> None:
-    held = proxy.store.rounds.start("agent", 0)
-    proxy.store.rounds.commit(held.id, version=1, checkpoint="/a/1", groups=[], metrics={})
+    commit_round(proxy.store, "agent", 1, checkpoint="/a/1")
     proxy.store.policies.start_ramp("agent", 1, 0.45)
     eventually(lambda: 'role="ramp"} 0.45' in proxy.http.get("/metrics").text)
 

@@ -13,7 +13,7 @@ from ratchet.settings.load_settings import load_agent
 from ratchet.store.store import open_store
 from ratchet.supervisor import up
 from tests.harness.cli.project import Project
-from tests.harness.records import call_start, ended
+from tests.harness.records import call_start, commit_round, ended
 from tests.ratchet.test_up import finish
 
 
@@ -21,8 +21,7 @@ def record_something(project: Project) -> None:
     """As a project that has served: a trajectory, and a version that was trained."""
     store = open_store(f"sqlite:///{project.state / 'store.db'}")
     store.calls.ship([ended(call_start("call_1", "t1", alias="policy"), {"role": "assistant", "content": "hello"})])
-    round_ = store.rounds.start("policy", 0)
-    store.rounds.commit(round_.id, version=1, checkpoint=str(project.folder / "1"), groups=[], metrics={})
+    commit_round(store, "policy", 1, checkpoint=str(project.folder / "1"))
     store.close()
 
 

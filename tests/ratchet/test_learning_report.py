@@ -11,7 +11,7 @@ from ratchet.store.records import ToolCall, Verdict
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
-from tests.harness.records import answered_trajectory, call_start, ended
+from tests.harness.records import answered_trajectory, call_start, commit_round, ended
 
 
 def scored(project: Project, version: int, score: float, count: int) -> None:
@@ -34,8 +34,7 @@ def unproven(project: Project, count: int, **metrics: float) -> None:
     store = open_store(str(project.folder / "s.db"))
     store.policies.register_base("policy", "policy")
     for version in range(1, count + 1):
-        held = store.rounds.start("policy", version - 1)
-        store.rounds.commit(held.id, version=version, checkpoint="x", groups=[], metrics=metrics)
+        commit_round(store, "policy", version, checkpoint="x", metrics=metrics)
         store.policies.mark_unproven("policy", version, {}, reason=f"version {version} is lost in rounding")
     store.close()
 
@@ -91,10 +90,7 @@ def test_the_report_says_what_is_missing_and_that_rounds_move_nothing(project: P
     store = open_store(str(project.folder / "s.db"))
     unchanged = {"approx_kl": 2e-8, "approx_kl_tokens": 900, "logprob_change_positive_mean": 0.0, "learning_rate": 1e-5}
     for version in range(3):
-        held = store.rounds.start("policy", version)
-        store.rounds.commit(
-            held.id, version=version + 1, checkpoint="x", groups=[], metrics=unchanged | {"dtype": "fp32"}
-        )
+        commit_round(store, "policy", version + 1, checkpoint="x", metrics=unchanged | {"dtype": "fp32"})
     store.close()
     output = project.call("status", "--report").stdout
     assert output.startswith("is it learning?  unknown")

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters import checkpoint
 from tests.harness.cli.project import Project
-from tests.harness.records import judged_group
+from tests.harness.records import commit_round, judged_group
 
 
 @pytest.fixture
@@ -30,8 +30,7 @@ def store(url: str) -> Iterator[Store]:
     opened = open_store(url)
     opened.policies.register_base("mail", "base")
     for version in (1, 2, 3):
-        held = opened.rounds.start("mail", version - 1)
-        opened.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+        commit_round(opened, "mail", version)
         if version < 3:
             opened.policies.promote(
                 "mail", version, {"proof": {"worst": 0.001}}, reason="its logprobs are the trainer's"
@@ -70,8 +69,7 @@ def test_a_version_in_its_ramp_is_promoted_or_taken_back_by_hand_with_the_reason
 
 
 def test_an_unproven_version_is_promoted_with_the_reason_of_its_proof(project: Project, store: Store, url: str) -> None:
-    held = store.rounds.start("mail", 3)
-    store.rounds.commit(held.id, version=4, checkpoint="/c/4", groups=[], metrics={})
+    commit_round(store, "mail", 4)
     store.policies.mark_unproven("mail", 4, {}, reason="0.00001 nats is less than vLLM's rounding")
     done = project.call("policies", "promote", "mail@4", "--reason", "it is fine", "--store", url)
     assert done.stdout.startswith("mail@4 is live\nwarning: mail@4 was unproven: 0.00001 nats is less than vLLM's")
@@ -127,8 +125,7 @@ def write_adapter(inner: Path) -> None:
 def test_a_version_with_a_damaged_file_is_not_promoted(project: Project, store: Store, url: str) -> None:
     folder = project.folder / "checkpoints" / "0004"
     checkpoint.write_atomically(folder, write_adapter)
-    held = store.rounds.start("mail", 3)
-    store.rounds.commit(held.id, version=4, checkpoint=str(folder), groups=[], metrics={})
+    commit_round(store, "mail", 4, checkpoint=str(folder))
     store.policies.reject("mail", 4, {})
     weights, promote = folder / "adapter_model.safetensors", ("policies", "promote", "mail@4", "--rejected")
     weights.write_bytes(b"v")
@@ -148,8 +145,7 @@ def test_a_version_with_a_damaged_file_is_not_promoted(project: Project, store: 
 def test_a_version_is_exported_or_the_reason_why_not(project: Project, store: Store, url: str) -> None:
     folder = project.folder / "checkpoints" / "0004"
     checkpoint.write_atomically(folder, write_adapter)
-    held = store.rounds.start("mail", 3)
-    store.rounds.commit(held.id, version=4, checkpoint=str(folder), groups=[], metrics={"trajectories": 8})
+    commit_round(store, "mail", 4, checkpoint=str(folder), metrics={"trajectories": 8})
     store.policies.promote("mail", 3, {})
     done = project.run("policies", "export", "mail@4", "--adapter", "out", "--store", url)
     assert done.stdout.startswith("mail@4: out, with")  # its card, or the plug-in that would add it
@@ -205,8 +201,7 @@ def fork_store(project: Project, fork_url: str) -> Iterator[Store]:
         opened.policies.register_base(alias, "base")
     folder = project.state / "models" / "mail" / "checkpoints" / "0001"
     checkpoint.write_atomically(folder, write_forked)
-    held = opened.rounds.start("mail", 0)
-    opened.rounds.commit(held.id, version=1, checkpoint=str(folder), groups=[], metrics={})
+    commit_round(opened, "mail", 1, checkpoint=str(folder))
     opened.policies.promote("mail", 1, {})
     yield opened
     opened.close()

@@ -17,7 +17,15 @@ from ratchet.store.operation_records import AuditEntry
 from ratchet.store.records import Verdict, VersionDraw
 from ratchet.store.store import Store, open_store
 from tests.harness.cli.project import Project
-from tests.harness.records import QUESTION, answered_trajectory, call_start, ended, judged_group, tool_call
+from tests.harness.records import (
+    QUESTION,
+    answered_trajectory,
+    call_start,
+    commit_round,
+    ended,
+    judged_group,
+    tool_call,
+)
 
 
 @pytest.fixture
@@ -27,8 +35,7 @@ def url(project: Project) -> str:
     store = open_store(file)
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
     store.policies.register_base("agent", "base")
-    held = store.rounds.start("agent", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="/c/0001", groups=[group.id], metrics={})
+    commit_round(store, "agent", 1, checkpoint="/c/0001", groups=[group.id])
     answered_trajectory(store, "old", key_id="key_1")
     answered_trajectory(store, "new", "another answer", at=time.time(), tags=("person",))
     store.close()
@@ -214,8 +221,7 @@ def store(project: Project, migrated: Path) -> Iterator[Store]:
 
 def test_manual_feedback_is_listed_with_the_versions_trained_on_it(project: Project, store: Store) -> None:
     group = judged_group(store, ["t1", "t2"], [1.0, 0.0])
-    held = store.rounds.start("agent", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})
+    commit_round(store, "agent", 1, groups=[group.id])
     words = ("--comment", "no\x1b[2J thanks", "--end-user", "ann")
     done = project.call("feedback", "add", "--call", "call_t1", "--value", "down", *words, *STORE, "--json")
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from typing import Any
 from ratchet.store.policies import fingerprints
 from ratchet.store.records import BASE_VERSION
 from ratchet.store.store import Store
-from tests.harness.records import call_start, ended
+from tests.harness.records import call_start, commit_round, ended
 
 FILES = {"config": "c", "weights": "w", "tokenizer": "t", "chat_template": "x"}
 SERVED: dict[str, Any] = {"tokens": [1, 2], "rendered": [3, 4], "likeliest": [{"token_id:1": -0.1}]}
@@ -20,8 +20,7 @@ def test_every_version_belongs_to_the_base_model_of_version_0(store: Store) -> N
     known = store.base_models.register_base_model("agent", "/m", file_digests=FILES)
     assert known is not None
     assert (known.name, known.file_digests, known.server_fingerprint) == ("/m", FILES, {})
-    round_ = store.rounds.start("agent", BASE_VERSION)
-    store.rounds.commit(round_.id, version=1, checkpoint="/c/1", groups=[], metrics={})
+    commit_round(store, "agent", 1, base=BASE_VERSION)
     store.policies.register_prompt_version("agent", store.prompts.register("Be brief.").id, {})
     for version in (0, 1, 2):
         assert store.base_models.base_model_of("agent", version) == known
@@ -30,8 +29,7 @@ def test_every_version_belongs_to_the_base_model_of_version_0(store: Store) -> N
 
 def test_versions_of_before_are_given_the_base_model_that_is_taken_up_first(store: Store) -> None:
     store.policies.register_base("agent", "base")
-    round_ = store.rounds.start("agent", BASE_VERSION)
-    store.rounds.commit(round_.id, version=1, checkpoint="/c/1", groups=[], metrics={})
+    commit_round(store, "agent", 1, base=BASE_VERSION)
     assert store.base_models.base_model_of("agent", 1) is None
     store.base_models.register_base_model("agent", "/m", file_digests=FILES)
     found = store.base_models.base_model_of("agent", 1)

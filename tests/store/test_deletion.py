@@ -19,6 +19,7 @@ from tests.harness.records import (
     QUESTION,
     answered_trajectory,
     call_start,
+    commit_round,
     ended,
     judged_group,
     message_count,
@@ -151,8 +152,7 @@ def test_the_policies_that_learnt_from_it_are_named_with_those_that_went_on_from
     store.policies.register_base("agent", "base")
     for version, names in ((1, ["other"]), (2, ["mine"]), (3, ["third"])):
         group = judged_group(store, [*names, names[0] + "2"], [0.0, 1.0], task=names[0])
-        held = store.rounds.start("agent", version - 1)
-        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[group.id], metrics={})
+        commit_round(store, "agent", version, groups=[group.id])
     affected = store.deletions.versions_trained_on(TrajectoryFilter(id="mine"))
     assert [(one.version, one.trained_directly, one.adapter) for one in affected] == [
         (2, True, "/c/2"),
@@ -169,8 +169,7 @@ def _trained(store: Store, *names: str) -> None:
     store.policies.register_base("agent", "base")
     for version, name in enumerate(names, 1):
         group = judged_group(store, [name, name + "2"], [0.0, 1.0], task=name)
-        held = store.rounds.start("agent", version - 1)
-        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[group.id], metrics={})
+        commit_round(store, "agent", version, groups=[group.id])
 
 
 def test_versions_that_are_made_later_from_what_learnt_it_are_marked_too(store: Store) -> None:
@@ -180,8 +179,7 @@ def test_versions_that_are_made_later_from_what_learnt_it_are_marked_too(store: 
     store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
     store.policies.register_prompt_version("agent", store.prompts.register("be kind").id, {})
     group = judged_group(store, ["later", "later2"], [0.0, 1.0], task="later")
-    held = store.rounds.start("agent", 2)
-    store.rounds.commit(held.id, version=4, checkpoint="/c/4", groups=[group.id], metrics={})
+    commit_round(store, "agent", 4, base=2, groups=[group.id])
     assert [(one.version, one.trained_directly) for one in store.deletions.versions_with_deleted_data()] == [
         (2, True),
         (3, False),

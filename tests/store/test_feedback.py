@@ -12,7 +12,7 @@ import pytest
 from ratchet.store.records import Feedback
 from ratchet.store.store import Store
 from ratchet.store.training.rounds import descendants
-from tests.harness.records import call_start, ended, judged_group
+from tests.harness.records import call_start, commit_round, ended, judged_group
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 
@@ -120,8 +120,7 @@ def test_late_feedback_is_listed_until_it_is_applied(store: Store) -> None:
 def test_what_a_trajectory_trained_is_the_version_and_all_that_descend_from_it(store: Store) -> None:
     for number, origin in ((1, 0), (2, 1), (3, 2)):
         group = judged_group(store, [f"a{number}", f"b{number}"], [0.0, 1.0], task=f"t{number}")
-        held = store.rounds.start("agent", origin)
-        store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=[group.id], metrics={})
+        commit_round(store, "agent", number, base=origin, groups=[group.id])
     judged_group(store, ["idle", "still"], [0.0, 1.0], task="later")
     versions = store.lineage.versions_of(["a2", "b3", "idle"])
     assert versions == {"a2": ("agent@2", "agent@3"), "b3": ("agent@3",)}

@@ -20,6 +20,7 @@ from ratchet.store.reports.learning_report import (
     tallies,
 )
 from ratchet.store.store import Store
+from tests.harness.records import commit_round
 
 
 def exact(version: int, right: int, count: int, tasks: int = 20) -> list[PastScore]:
@@ -147,8 +148,7 @@ def test_the_last_rounds_are_read_from_the_store_and_older_ones_say_nothing(stor
         },
     ]
     for version, metrics in enumerate(figures, 1):
-        held = store.rounds.start("agent", version - 1)
-        store.rounds.commit(held.id, version=version, checkpoint="c", groups=[], metrics=metrics)
+        commit_round(store, "agent", version, checkpoint="c", metrics=metrics)
     store.rounds.start("agent", 2)
     assert recent_movements(store, "agent") == [Movement(2, 0.004, 0.1, 2e-3, 1e-9)]
     assert movement_of({}) is None

@@ -12,7 +12,7 @@ from ratchet.store.operation_records import ProxyInstance
 from ratchet.store.records import Verdict
 from ratchet.store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
 from ratchet.store.store import Store
-from tests.harness.records import answered_trajectory, call_start, ended, judged_group, tool_call
+from tests.harness.records import answered_trajectory, call_start, commit_round, ended, judged_group, tool_call
 
 
 def test_only_idle_trajectories_are_sealed(store: Store) -> None:
@@ -127,8 +127,7 @@ def test_a_round_that_a_dead_trainer_left_is_abandoned(store: Store) -> None:
 
 
 def test_a_round_goes_on_from_the_newest_commit_or_not_at_all(store: Store) -> None:
-    first = store.rounds.start("agent", 0)
-    store.rounds.commit(first.id, version=1, checkpoint="/c/0001", groups=[], metrics={})
+    commit_round(store, "agent", 1, checkpoint="/c/0001")
     with pytest.raises(InvalidTransition, match=r"agent@1 .* not from 0"):
         store.rounds.start("agent", 0)
     overtaken = store.rounds.start("agent", 1)
@@ -153,8 +152,7 @@ def test_a_group_that_teaches_nothing_is_judged_and_dropped_at_once(store: Store
 def test_an_overtaken_candidate_is_not_promoted_by_who_has_not_noticed(store: Store) -> None:
     store.policies.register_base("agent", "base")
     for version in (1, 2):
-        held = store.rounds.start("agent", version - 1)
-        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+        commit_round(store, "agent", version)
     store.policies.reject("agent", 1, {"reason": "a newer version came first"})
     store.policies.promote("agent", 2, {}, only_from=PolicyState.CANDIDATE)
     with pytest.raises(InvalidTransition, match="agent@1 is rejected by now"):
@@ -165,8 +163,7 @@ def test_an_overtaken_candidate_is_not_promoted_by_who_has_not_noticed(store: St
 def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> None:
     store.policies.register_base("agent", "base")
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
-    held = store.rounds.start("agent", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="/c/0001", groups=[group.id], metrics={})
+    commit_round(store, "agent", 1, checkpoint="/c/0001", groups=[group.id])
     store.policies.promote("agent", 1, {"proof": 0.001})
     assert store.policies.live()["agent"].version == 1
     assert store.policies.get("agent", 0).state is PolicyState.RETIRED
@@ -195,8 +192,7 @@ def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> 
 
 def test_training_goes_on_on_top_of_an_unproven_version_and_nothing_is_served_by_it(store: Store) -> None:
     store.policies.register_base("agent", "base")
-    held = store.rounds.start("agent", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[], metrics={})
+    commit_round(store, "agent", 1)
     left = store.policies.mark_unproven("agent", 1, {"error": 0.9}, reason="lost in rounding")
     assert (left.state, left.evidence) == (PolicyState.UNPROVEN, {"error": 0.9})
     assert [policy.version for policy in store.policies.serving()] == [0]
@@ -204,8 +200,7 @@ def test_training_goes_on_on_top_of_an_unproven_version_and_nothing_is_served_by
     assert (decision.action, decision.decided_by, decision.reason) == ("unproven", "proof", "lost in rounding")
     with pytest.raises(InvalidTransition, match="unproven and cannot become ramp"):
         store.policies.start_ramp("agent", 1, 0.5)
-    held = store.rounds.start("agent", 1)  # it was not rejected
-    store.rounds.commit(held.id, version=2, checkpoint="/c/2", groups=[], metrics={})
+    commit_round(store, "agent", 2)
     store.policies.promote("agent", 2, {}, only_from=PolicyState.CANDIDATE)
     assert store.policies.get("agent", 1).state is PolicyState.UNPROVEN
     assert [one.version for one in store.policies.roll_back("agent", 0, {}, by="anna", reason="rude")] == [1, 2]
@@ -215,8 +210,7 @@ def test_training_goes_on_on_top_of_an_unproven_version_and_nothing_is_served_by
 def test_one_candidate_is_in_its_ramp_until_it_is_promoted_or_rejected(store: Store) -> None:
     store.policies.register_base("agent", "base")
     for version in (1, 2):
-        held = store.rounds.start("agent", version - 1)
-        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+        commit_round(store, "agent", version)
     assert store.policies.start_ramp("agent", 1, 0.05, {"why": "release"}).share == 0.05
     assert store.policies.set_share("agent", 1, 0.5, by="anna", reason="more").evidence == {"why": "release"}
     assert [(p.version, p.state, p.share) for p in store.policies.serving()] == [
@@ -238,8 +232,7 @@ def test_one_candidate_is_in_its_ramp_until_it_is_promoted_or_rejected(store: St
 
 def test_what_a_rejected_version_sampled_is_dropped_and_its_groups_go_on_without_it(store: Store) -> None:
     store.policies.register_base("agent", "base")
-    held = store.rounds.start("agent", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[], metrics={})
+    commit_round(store, "agent", 1)
     mixed = judged_group(store, ["a", "b"], [0.0, 1.0], task="mixed", versions=(0, 1))
     alone = judged_group(store, ["c", "d"], [0.0, 1.0], task="alone", versions=(1, 1))
     assert [found.score for found in store.groups.rewards("agent", "1", 1)] == [1.0, 0.0, 1.0]
@@ -271,8 +264,7 @@ def test_held_out_prompts_are_the_first_of_each_task_and_of_one_answered_call(st
 def test_a_pruned_version_serves_no_more(store: Store) -> None:
     store.policies.register_base("agent", "base")
     for version in (1, 2):
-        held = store.rounds.start("agent", version - 1)
-        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+        commit_round(store, "agent", version)
         store.policies.promote("agent", version, {})
     with pytest.raises(InvalidTransition, match="in use"):
         store.policies.prune("agent", 2, now=5.0)

@@ -9,7 +9,7 @@ from ratchet.store.records import ReleaseOutcome, Verdict, VersionDraw
 from ratchet.store.reports.version_reports import describe_release, read_release, read_unproven
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
-from tests.harness.records import answered_trajectory, call_start, ended, tool_call
+from tests.harness.records import answered_trajectory, call_start, commit_round, ended, tool_call
 
 DRAW = VersionDraw(shares={0: 0.55, 1: 0.45})
 
@@ -127,8 +127,7 @@ FIGURES: dict[str, Any] = {
 def versions(store: Store, count: int) -> None:
     store.policies.register_base("agent", "base")
     for version in range(1, count + 1):
-        held = store.rounds.start("agent", version - 1)
-        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+        commit_round(store, "agent", version)
 
 
 def described(store: Store, **more: bool) -> list[str]:
@@ -178,8 +177,7 @@ def test_a_pin_is_described_with_its_author_and_reason(store: Store) -> None:
 
 
 def commit(store: Store, version: int, reason: str) -> None:
-    held = store.rounds.start("mail", version - 1)
-    store.rounds.commit(held.id, version=version, checkpoint=f"c/{version}", groups=[], metrics={})
+    commit_round(store, "mail", version, checkpoint=f"c/{version}")
     store.policies.mark_unproven("mail", version, {}, reason=reason)
 
 

@@ -10,7 +10,7 @@ from ratchet.store.records import RESAMPLE, Verdict
 from ratchet.store.states import ResampleState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.verify import verify
-from tests.harness.records import answered_trajectory
+from tests.harness.records import answered_trajectory, commit_round
 
 
 def planned(store: Store, count: int = 2, name: str = "original") -> list[str]:
@@ -120,7 +120,6 @@ def test_a_resample_trained_in_another_group_than_its_original_is_reported(store
     ]
     store.groups.record_verdicts(group.id, verdicts)
     store.policies.register_base("agent", "base")
-    held = store.rounds.start("agent", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})
+    commit_round(store, "agent", 1, groups=[group.id])
     violations = {finding.row: finding.problem for finding in verify(store_url).findings}
     assert "not in the group of its original" in violations[f"resample {resamples[0]}"]

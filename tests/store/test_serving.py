@@ -13,13 +13,13 @@ from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.policies.serving import shares_in_force
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store, open_store
+from tests.harness.records import commit_round
 
 
 def candidate(store: Store, parent: int) -> int:
     """Commit a round that goes on from a version; return the number of its candidate."""
     version = store.rounds.next_version("agent")
-    held = store.rounds.start("agent", parent)
-    store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+    commit_round(store, "agent", version, base=parent)
     return version
 
 

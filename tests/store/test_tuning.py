@@ -18,7 +18,7 @@ from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState, PromptMode, RolloutState, TuningState
 from ratchet.store.store import Store
 from ratchet.store.verify import verify
-from tests.harness.records import answered_trajectory, call_start, judged_group
+from tests.harness.records import answered_trajectory, call_start, commit_round, judged_group
 
 
 def _planned(store: Store, *names: str, **changes: Any) -> str:
@@ -222,8 +222,7 @@ def _version(store: Store, number: int) -> None:
     """Train and promote a version."""
     group = judged_group(store, [f"a{number}", f"b{number}"], [0.0, 1.0], task=f"t{number}")
     newest = store.rounds.newest_committed("agent")
-    held = store.rounds.start("agent", newest.to_version or 0 if newest else 0)
-    store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=[group.id], metrics={})
+    commit_round(store, "agent", number, base=newest.to_version or 0 if newest else 0, groups=[group.id])
 
 
 def test_a_prompt_becomes_a_candidate_on_the_live_adapter_and_is_inherited(store: Store, store_url: str) -> None:

@@ -17,7 +17,7 @@ from ratchet.store.records import CallStarted
 from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
 from tests.harness import records
-from tests.harness.records import answered_trajectory, call_start, ended, judged_group, tool_call
+from tests.harness.records import answered_trajectory, call_start, commit_round, ended, judged_group, tool_call
 
 calls, choices, messages, runs = schema.calls, schema.choices, schema.messages, schema.trajectories
 
@@ -31,8 +31,7 @@ def filled(store: Store) -> Store:
 def _fill(store: Store) -> Store:
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
     store.policies.register_base("agent", "base")
-    held = store.rounds.start("agent", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})
+    commit_round(store, "agent", 1, groups=[group.id])
     judged_group(store, ["c", "d"], [0.0, 1.0], task="u")
     flat = judged_group(store, ["e", "f"], [1.0, 1.0], task="v")
     store.groups.drop(flat.id, "no_variance")

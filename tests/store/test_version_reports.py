@@ -8,7 +8,7 @@ from ratchet.store.records import ToolCall, Verdict
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from ratchet.store.training.observations import ToolTime
-from tests.harness.records import answered_trajectory, call_start, ended
+from tests.harness.records import answered_trajectory, call_start, commit_round, ended
 
 OK, WRONG = (ToolOutcome.VALID, ToolResult.OK), (ToolOutcome.UNKNOWN_TOOL, ToolResult.ERROR)
 
@@ -75,8 +75,7 @@ def test_waiting_times_follow_a_trajectory_from_its_first_call_to_the_version_th
         [Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=1.0, judged_at=at)
          for name, at in (("a", 36.5), ("b", 40.5))],
     )  # fmt: skip
-    round_ = store.rounds.start("agent", 0)
-    store.rounds.commit(round_.id, version=1, checkpoint="c", groups=[group.id], metrics={})
+    commit_round(store, "agent", 1, checkpoint="c", groups=[group.id])
     store.policies.promote("agent", 1, {}, by="anna", reason="looked at it")
     found = {one.stage: one for one in store.waiting_times.stages("agent")}
     assert list(found) == ["rollout", "sealing", "grouping", "judging", "round", "training", "serving"]

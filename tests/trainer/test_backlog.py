@@ -18,6 +18,7 @@ from ratchet.store.states import GroupState, PolicyState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.backlog import Backlog, is_drained
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.records import commit_round
 from tests.harness.trainer.agents import agents_work
 
 A_ROUND = 16  # groups
@@ -52,10 +53,7 @@ def arrive(store: Store, version: int, count: int, first: int, *, judged: bool =
 
 def train(store: Store, groups: Sequence[Group], version: int) -> None:
     """What a committed round leaves: its groups consumed, the next version live."""
-    held = store.rounds.start("agent", version)
-    store.rounds.commit(
-        held.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[one.id for one in groups], metrics={}
-    )
+    commit_round(store, "agent", version + 1, checkpoint=f"c/{version + 1}", groups=[one.id for one in groups])
     store.policies.promote("agent", version + 1, {})
 
 
@@ -115,8 +113,7 @@ def test_a_group_that_lost_too_many_members_is_neither_judged_nor_trained(store:
     alone = agents_work(store, "single", [1.0])
     mixed = agents_work(store, "t", [0.0]) + agents_work(store, "u", [1.0], version=1)
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-    held = store.rounds.start("agent", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="c/1", groups=[], metrics={})
+    commit_round(store, "agent", 1, checkpoint="c/1")
     single = store.groups.create("k", "agent", alone, now=101.0)
     group = store.groups.create("k", "agent", mixed, now=101.0)
     for one in (single, group):

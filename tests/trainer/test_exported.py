@@ -16,7 +16,7 @@ from ratchet.trainer.errors import CheckpointDamaged, CheckpointError
 from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.merged_model import export_adapter, export_merged
 from ratchet.trainer.settings.learner_settings import LearnerSettings
-from tests.harness.records import judged_group
+from tests.harness.records import commit_round, judged_group
 from tests.harness.trainer.tiny import build_rows
 
 
@@ -85,15 +85,12 @@ def test_an_export_is_whole_or_not_there(tiny_model: Path, adapter: Path, tmp_pa
 
 def test_a_rejected_round_is_not_in_the_lineage_of_what_came_after(store: Store) -> None:
     first = judged_group(store, ["a", "b"], [0.0, 1.0], task="mail/1")
-    held = store.rounds.start("agent", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[first.id], metrics={})
+    commit_round(store, "agent", 1, groups=[first.id])
     group = judged_group(store, ["x", "y"], [0.0, 1.0], task="other/1")
-    held = store.rounds.start("agent", 1)
-    store.rounds.commit(held.id, version=2, checkpoint="/c/2", groups=[group.id], metrics={})
+    commit_round(store, "agent", 2, groups=[group.id])
     store.policies.reject("agent", 2, {})
     again = judged_group(store, ["v", "w"], [0.0, 1.0], task="third/1")
-    held = store.rounds.start("agent", 1)
-    store.rounds.commit(held.id, version=3, checkpoint="/c/3", groups=[again.id], metrics={})
+    commit_round(store, "agent", 3, base=1, groups=[again.id])
     behind = store.lineage.training_data_of(store.policies.get("agent", 3))
     assert [one.to_version for one in behind.rounds] == [1, 3]
     assert behind.families == {"task:mail": 2, "task:third": 2}

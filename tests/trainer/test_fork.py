@@ -19,6 +19,7 @@ from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.errors import CheckpointError, SettingError
 from ratchet.trainer.release.candidates import Fork, ForkTarget, fork
 from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.records import commit_round
 from tests.harness.s3 import BUCKET, S3Server
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
@@ -191,8 +192,7 @@ def test_versions_in_object_storage_are_copied_there(
         s3fs.S3FileSystem.clear_instance_cache()
         adapters, source = AdapterStore(tmp_path / "cache"), f"s3://{BUCKET}/agent/checkpoints/0001"
         adapters.write(source, lambda folder: checkpoint.write_atomically(folder, write_version))
-        held = store.rounds.start("agent", 0)
-        store.rounds.commit(held.id, version=1, checkpoint=source, groups=[], metrics={})
+        commit_round(store, "agent", 1, checkpoint=source)
         store.policies.promote("agent", 1, {})
         store.policies.register_base("support", "base")
         target = ForkTarget("support", f"s3://{BUCKET}/support/checkpoints", SETTINGS)

@@ -17,7 +17,7 @@ from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetric
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import MeanDifference
 from tests import house
-from tests.harness.records import answered_trajectory, judged_group
+from tests.harness.records import answered_trajectory, commit_round, judged_group
 from tests.harness.trainer.tool_records import tool_called
 
 
@@ -58,8 +58,7 @@ def test_findings_rounds_drops_and_alarms_are_metrics(store: Store) -> None:
 
 def test_the_state_and_decisions_of_a_release_are_metrics(store: Store) -> None:
     for version in (1, 2):
-        held = store.rounds.start("agent", version - 1)
-        store.rounds.commit(held.id, version=version, checkpoint="x", groups=[], metrics={})
+        commit_round(store, "agent", version, checkpoint="x")
     store.policies.promote("agent", 1, {})
     store.policies.start_ramp("agent", 2, 0.5)
     store.policies.require_approval("agent", 2, {}, by="release", reason="too good")

@@ -13,7 +13,7 @@ from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.monitors import check_installed, monitored
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.metadata import ROOT, register
-from tests.harness.records import judged_group
+from tests.harness.records import commit_round, judged_group
 
 WAIT = 60.0  # seconds: a busy machine may take its time
 NUMBERS = {
@@ -26,8 +26,7 @@ NUMBERS = {
 def committed_round(store: Store, version: int, **changes: Any) -> None:
     """A round and what the proof decided about its version."""
     group = judged_group(store, [f"a{version}", f"b{version}"], [0.0, 1.0], task=f"t{version}")
-    held = store.rounds.start("agent", version - 1)
-    store.rounds.commit(held.id, version=version, checkpoint="x", groups=[group.id], metrics=NUMBERS | changes)
+    commit_round(store, "agent", version, checkpoint="x", groups=[group.id], metrics=NUMBERS | changes)
     store.policies.promote("agent", version, {"proof": {"worst": 0.001}}, reason="its logprobs are the trainer's")
 
 

@@ -22,7 +22,7 @@ from ratchet.trainer.tasks import is_held_out
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
-from tests.harness.records import judged_group
+from tests.harness.records import commit_round, judged_group
 from tests.harness.trainer.prompted_vllm import by_prompt
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_learner import ScriptedLearner
@@ -218,8 +218,7 @@ def test_what_was_learnt_comes_before_prompts_and_a_prompt_follows_on_the_new_ad
     assert next_candidate(local, "agent") is None
     older, newer = prompted(local, "First."), prompted(local, "Second.")
     group = judged_group(local, ["a", "b"], [0.0, 1.0])
-    held = local.rounds.start("agent", 0)
-    local.rounds.commit(held.id, version=3, checkpoint="/c/3", groups=[group.id], metrics={})
+    commit_round(local, "agent", 3, base=0, groups=[group.id])
     learnt = next_candidate(local, "agent")
     assert learnt is not None
     assert learnt.version == 3
@@ -235,8 +234,7 @@ def test_what_was_learnt_comes_before_prompts_and_a_prompt_follows_on_the_new_ad
 def test_what_was_learnt_takes_the_prompt_that_became_live_meanwhile(local: Store) -> None:
     made = prompted(local, "First.")
     group = judged_group(local, ["a", "b"], [0.0, 1.0])
-    held = local.rounds.start("agent", 0)
-    local.rounds.commit(held.id, version=2, checkpoint="/c/2", groups=[group.id], metrics={})
+    commit_round(local, "agent", 2, base=0, groups=[group.id])
     local.policies.promote("agent", 1, {}, by="me", reason="by hand")
     found = next_candidate(local, "agent")
     assert found is not None
@@ -250,8 +248,7 @@ def test_a_candidate_that_is_older_than_what_a_person_made_live_is_put_aside_and
         local.policies.start_ramp("agent", overtaken.version, 0.5)
     assert next_candidate(local, "agent") is None
     group = judged_group(local, ["a", "b"], [0.0, 1.0])
-    held = local.rounds.start("agent", 0)
-    local.rounds.commit(held.id, version=3, checkpoint="/c/3", groups=[group.id], metrics={})
+    commit_round(local, "agent", 3, base=0, groups=[group.id])
     local.policies.promote("agent", prompted(local, "Third.").version, {}, by="me", reason="by hand")
     assert next_candidate(local, "agent") is None
     lost = "; it serves base, and the training of agent@3 is lost"
@@ -267,8 +264,7 @@ def test_a_prompt_makes_no_sample_older(local: Store) -> None:
         local.policies.promote("agent", prompted(local, text).version, {})
     assert oldest_fresh(local.policies.all("agent"), 0) == 0
     group = judged_group(local, ["a", "b"], [0.0, 1.0])
-    held = local.rounds.start("agent", 0)
-    local.rounds.commit(held.id, version=4, checkpoint="/c/4", groups=[group.id], metrics={})
+    commit_round(local, "agent", 4, base=0, groups=[group.id])
     local.policies.promote("agent", 4, {})
     assert [oldest_fresh(local.policies.all("agent"), most) for most in (0, 1, 2)] == [4, 0, 0]
     local.policies.promote("agent", prompted(local, "Four.").version, {})

@@ -16,7 +16,7 @@ from ratchet.trainer.learner.forward_pass import collate
 from ratchet.trainer.learner.importance_sampling import kept
 from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
-from tests.harness.records import judged_group
+from tests.harness.records import commit_round, judged_group
 from tests.harness.trainer.tiny import build_row
 from tests.trainer.test_round_size import RecordingLearner
 
@@ -106,8 +106,7 @@ class Reading(RecordingLearner):
 
 def test_a_rows_age_counts_the_rounds_that_were_learnt_from_since(store: Store, tmp_path: Path) -> None:
     for version in range(3):  # versions 1 to 3; 2 does not pass its proof
-        held = store.rounds.start("agent", 1 if version == 2 else version)
-        store.rounds.commit(held.id, version=version + 1, checkpoint="c", groups=[], metrics={})
+        commit_round(store, "agent", version + 1, base=1 if version == 2 else version, checkpoint="c")
         if version == 1:
             store.policies.reject("agent", 2, {})
     group = judged_group(store, ["new", "older", "oldest"], [0.0, 0.5, 1.0], versions=[3, 1, 0])

@@ -20,6 +20,7 @@ from tests.harness.clients.program import HOME, SKIP
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm, tool_text
 from tests.harness.proxy.servers import served
+from tests.harness.records import commit_round
 
 ENVIRONMENT = HOME / "bfcl"
 BROKEN = "simple_python_0"
@@ -119,8 +120,7 @@ def _served(engine: type[ScriptedVllm], store: Store, folder: Path) -> Iterator[
     find(ENVIRONMENT)
     made = engine()
     with served(made) as vllm_url, running(vllm_url, store, folder) as proxy:
-        round_ = store.rounds.start("agent", 0)
-        store.rounds.commit(round_.id, version=1, checkpoint="/adapters/1", groups=[], metrics={})
+        commit_round(store, "agent", 1, checkpoint="/adapters/1")
         store.policies.promote("agent", 1, {})
         yield made, proxy
 

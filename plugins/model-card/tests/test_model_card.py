@@ -10,7 +10,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.statistics import compare
 from ratchet.tuner.reports import TuningResult, plain, task_set
 from ratchet_model_card import model_card
-from tests.harness.records import judged_group
+from tests.harness.records import commit_round, judged_group
 
 
 def trained_version(store: Store, number: int, scores: tuple[float, float], metrics: dict[str, object]) -> Policy:
@@ -49,8 +49,7 @@ def test_the_model_card_has_the_gain_with_its_interval_and_the_base_models_licen
     for version, scores in ((0, [0.0, 0.25]), (1, [0.75, 1.0])):
         names = [f"v{version}-{number}" for number in range(40)]
         judged_group(store, names, scores * 20, task=f"mail/{version}", versions=[version] * 40)
-    held = store.rounds.start("agent", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="/c", groups=[], metrics={})
+    commit_round(store, "agent", 1, checkpoint="/c")
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
     card = model_card(store, store.policies.get("agent", 1), str(tmp_path), {}, None, merged=False)
     assert "0.125 (@0 to @0, 40 scores) to 0.875 (@1 to @1, 40 scores): +0.750 (95% +0.6" in card

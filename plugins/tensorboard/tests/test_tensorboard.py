@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.observability.monitors import monitored
 from tests.harness.cli.project import Project
-from tests.harness.records import judged_group
+from tests.harness.records import commit_round, judged_group
 from tests.trainer.test_monitors import WAIT, committed_round
 
 
@@ -38,8 +38,7 @@ def test_past_training_is_drawn_for_tensorboard_from_the_store(project: Project)
     store = open_store(str(project.folder / "s.db"))
     assert "no round and no decision of policy" in project.run("status", "--tensorboard", "nothing").stdout
     group = judged_group(store, ["a", "b"], [0.0, 1.0], alias="policy")
-    held = store.rounds.start("policy", 0)
-    store.rounds.commit(held.id, version=1, checkpoint="x", groups=[group.id], metrics={"reward": 0.5})
+    commit_round(store, "policy", 1, checkpoint="x", groups=[group.id], metrics={"reward": 0.5})
     store.close()
     assert project.run("status", "--tensorboard", "drawn").stdout == "1 points: tensorboard --logdir drawn\n"
     read = EventAccumulator(str(project.folder / "drawn")).Reload()

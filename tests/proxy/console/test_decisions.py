@@ -13,6 +13,7 @@ from ratchet.store.store import Store
 from tests.harness.proxy.page_steps import click, decide, sees
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.servers import eventually
+from tests.harness.records import commit_round
 
 pytestmark = pytest.mark.browser
 KNOWN = {"harm": 31.5, "streams": {"score": 30.0, "finished": 1.5}, "enough": 1000.0, "counted": 7, "ramp_length": 256}
@@ -24,8 +25,7 @@ def guarded(start: Start, store: Store) -> Proxy:
     """A proxy with version 0 live, version 1 in its ramp with evidence, and version 2 a candidate."""
     store.policies.register_base("agent", "agent")
     for version in (1, 2):
-        round_ = store.rounds.start("agent", version - 1)
-        store.rounds.commit(round_.id, version=version, checkpoint=f"c{version}", groups=[], metrics={"reward": 0.5})
+        commit_round(store, "agent", version, checkpoint=f"c{version}", metrics={"reward": 0.5})
     store.policies.start_ramp("agent", 1, 0.45)
     store.releases.record_evidence("agent", 1, KNOWN)
     return start()

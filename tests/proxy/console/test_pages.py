@@ -20,6 +20,7 @@ from tests.harness.proxy.page_steps import click, sees
 from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.simulated_releases import ALIAS, fill
+from tests.harness.records import commit_round
 
 HOSTILE_AGENT = "<svg>;window.ranHostile=true"
 
@@ -183,8 +184,7 @@ def test_promotion_asks_for_confirmation_first(
     scripted: tuple[ScriptedVllm, str], store: Store, tmp_path: Path, safe_page: Page
 ) -> None:
     store.policies.register_base("agent", "agent")
-    round_ = store.rounds.start("agent", 0)
-    store.rounds.commit(round_.id, version=1, checkpoint="c", groups=[], metrics={"reward": 0.5})
+    commit_round(store, "agent", 1, checkpoint="c", metrics={"reward": 0.5})
     with running(scripted[1], store, tmp_path) as proxy:
         safe_page.goto(f"{proxy.url}/ui/#/versions")
         click(safe_page, "@1")
