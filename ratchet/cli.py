@@ -7,12 +7,14 @@ An error is one line on stderr and a non-zero exit code, with a traceback only u
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -20,7 +22,6 @@ import click
 from ratchet import __version__
 from ratchet.commands import (
     access,
-    demo,
     evaluate,
     feedback,
     judge,
@@ -33,7 +34,6 @@ from ratchet.commands import (
     trajectories,
     tune,
 )
-from ratchet.commands.suggestions import SuggestingGroup
 from ratchet.errors import InvalidArgument, RatchetError
 from ratchet.supervisor.signals import INTERRUPTED, TERMINATED, Terminated
 
@@ -41,6 +41,46 @@ _STOP_SECONDS = 2.0  # for threads after Ctrl-C
 
 # Errors of a path that the user gave.
 _PATH_ERRORS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENAMETOOLONG)
+
+
+_MIN_SIMILARITY = 0.75  # of a command that is suggested
+
+
+class SuggestingGroup(click.Group):
+    """A group that suggests similar commands if a command is unknown."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if self.get_command(ctx, args[0]) is None and (found := _nearest(args, self)):
+                words = " or ".join(f"`ratchet {words}`" for words in found)
+                raise click.UsageError(f"No such command {args[0]!r}; did you mean {words}?", ctx) from error
+            raise
+
+
+def _nearest(words: list[str], group: click.Group) -> list[str]:
+    """Return at most three commands of a group similar to `words`, the most similar first."""
+    typed = [word for word in words if not word.startswith("-")][:3]
+    scored = [(max(_similarity(typed, path), _similarity(typed[:1], path)), path) for path in _paths(group)]
+    best = sorted((pair for pair in scored if pair[0] >= _MIN_SIMILARITY), key=lambda pair: (-pair[0], len(pair[1])))
+    return [" ".join(path) for score, path in best if score > best[0][0] - 0.1][:3]
+
+
+def _similarity(typed: list[str], path: tuple[str, ...]) -> float:
+    """Return the similarity of `typed` to a command's words or its last word; 1 is equal."""
+    whole = difflib.SequenceMatcher(None, " ".join(typed), " ".join(path)).ratio()
+    last = difflib.SequenceMatcher(None, typed[-1], path[-1]).ratio()
+    return max(whole, last)
+
+
+def _paths(group: click.Group, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        yield (*before, name)
+        if isinstance(command, click.Group):
+            yield from _paths(command, (*before, name))
 
 
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -65,7 +105,7 @@ for command in (
     project.status,
     project.doctor,
     plan.plan,
-    demo.demo,
+    project.demo,
     services.proxy,
     services.trainer,
     services.learner,

@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ratchet.errors import CliError
 from ratchet.output import print_json as print_json
 from ratchet.settings.state_folder import current_user as current_user
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.store.store import Store
-
-    _SecondsType = click.ParamType[float]
-else:
-    _SecondsType = click.ParamType  # generic only from click 8.4 on
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -35,31 +32,21 @@ _OUTCOMES = (
 )  # fmt: skip
 
 
-class Duration(_SecondsType):
-    """A duration such as `30d`, `12h`, `90m` or `2w`, in seconds."""
-
-    name = "age"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return seconds."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", str(value))
-        if match is None:
-            self.fail(f"{value!r} is not a duration; write 30d, 12h or 2w", param, ctx)
-        return float(match[1]) * _SECONDS[match[2]]
+def duration(text: str) -> float:
+    """Return the seconds of a duration such as `30d`, `12h`, `90m` or `2w`. Raises BadParameter."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a duration; write 30d, 12h or 2w")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
-class Timestamp(_SecondsType):
-    """A time in ISO 8601, UTC unless it names a zone, in Unix seconds."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return Unix seconds."""
-        try:
-            time = datetime.fromisoformat(str(value))
-        except ValueError:
-            self.fail(f"{value!r} is not a time; write 2026-11-21 or 2026-11-21T12:00:00+01:00", param, ctx)
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+def timestamp(text: str) -> float:
+    """Return the Unix seconds of a time in ISO 8601, UTC unless it names a zone. Raises BadParameter."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a time; write 2026-11-21 or 2026-11-21T12:00:00+01:00") from None
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 
 class Setting(click.Option):
@@ -137,8 +124,8 @@ _TRAJECTORY_FILTERS: dict[str, dict[str, Any]] = {
     "--task": {"help": "of this task key."},
     "--key": {"metavar": "ID", "help": "of the API key with this id."},
     "--tag": {"help": "with this tag."},
-    "--since": {"type": Timestamp(), "metavar": "TIME", "help": "opened at this time or later: 2026-11-21."},
-    "--until": {"type": Timestamp(), "metavar": "TIME", "help": "opened before this time."},
+    "--since": {"type": timestamp, "metavar": "TIME", "help": "opened at this time or later: 2026-11-21."},
+    "--until": {"type": timestamp, "metavar": "TIME", "help": "opened before this time."},
     "--round": {"metavar": "ID", "help": "trained by this round."},
     "--role": {"help": "with a call of this role."},
     "--min-score": {"type": float, "metavar": "SCORE", "help": "with a latest score of at least this."},
@@ -164,7 +151,7 @@ def read_settings(context: click.Context, values: Mapping[str, Any] | None = Non
     from ratchet.settings.load_settings import load
 
     names = {getattr(one, "key", one.name): one.opts[0] for one in context.command.params}
-    values = _given(context) if values is None else values
+    values = given_settings(context) if values is None else values
     options = {
         tuple(key.split(".")): (names.get(key) or names.get(key.rpartition(".")[2], f"option for {key}"), value)
         for key, value in values.items()
@@ -172,7 +159,7 @@ def read_settings(context: click.Context, values: Mapping[str, Any] | None = Non
     return load(context.obj, options)
 
 
-def _given(context: click.Context) -> dict[str, Any]:
+def given_settings(context: click.Context) -> dict[str, Any]:
     """Return the values of the command's options that are settings, by their keys."""
     return {one.key: context.params[one.name or ""] for one in context.command.params if isinstance(one, Setting)}
 
@@ -192,7 +179,7 @@ def read_project_settings(context: click.Context, values: Mapping[str, Any] | No
     """
     from ratchet.settings.load_settings import with_last_run
 
-    values = _given(context) if values is None else values
+    values = given_settings(context) if values is None else values
     given = {key for key, value in values.items() if value is not None}
     return with_last_run(read_settings(context, values), given)
 
@@ -223,13 +210,11 @@ def with_project(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command --store and --project; pass it settings and store of the project's current or last run."""
 
     @functools.wraps(command)
-    @click.pass_context
-    def run(context: click.Context, /, **given: Any) -> Any:
-        settings = read_project_settings(context)
+    def run(settings: Settings, **given: Any) -> Any:
         with open_store_for_command(settings.store_url) as store:
-            return command(settings, store, **_others(context, given))
+            return command(settings, store, **given)
 
-    return store_url(project(run))
+    return store_url(project(with_settings(read_project_settings)(run)))
 
 
 def with_store(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,3 +279,38 @@ def open_store_for_command(url: str, *, create: bool = False) -> closing[Store]:
 def open_project_store(context: click.Context, **options: Any) -> closing[Store]:
     """Open the store of the project's current or last run, which exists; options win. Raises SettingsError."""
     return open_store_for_command(read_project_settings(context, options).store_url)
+
+
+class PluginGroup(click.Group):
+    """Also has the commands in the entry-point group `plugins`, each imported when it is used or listed."""
+
+    def __init__(self, *arguments: Any, plugins: str, **given: Any) -> None:
+        super().__init__(*arguments, **given)
+        self.plugins = plugins
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        from ratchet.trainer.user_code.plugins import plugin_names
+
+        return sorted({*super().list_commands(ctx), *plugin_names(self.plugins)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command; for one that cannot be imported, or that Ratchet has as a plug-in, one that says why."""
+        from ratchet.trainer.errors import PluginError
+        from ratchet.trainer.user_code.plugins import OWN_PLUGINS, load_plugin, plugin_names
+
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in {*plugin_names(self.plugins), *OWN_PLUGINS.get(self.plugins, ())}:
+            try:
+                command = load_plugin(self.plugins, cmd_name)
+            except PluginError as error:
+                return _unavailable(cmd_name, str(error))
+        return command
+
+
+def _unavailable(name: str, reason: str) -> click.Command:
+    @click.command(name, help=f"Not available: {reason}", context_settings={"ignore_unknown_options": True})
+    @click.argument("arguments", nargs=-1)
+    def fail(arguments: tuple[str, ...]) -> None:
+        raise CliError(reason)
+
+    return fail

@@ -29,7 +29,7 @@ def show(data: Any, lines: Iterable[Any] = (), *, columns: Sequence[str] = (), e
 
     `empty` is printed in place of data that is empty. Control characters of recorded text are removed.
     """
-    if click.get_current_context().params.get("as_json"):
+    if prints_json():
         print_json(data)
     elif empty and not data:
         click.echo(empty)
@@ -38,6 +38,11 @@ def show(data: Any, lines: Iterable[Any] = (), *, columns: Sequence[str] = (), e
     else:
         for line in lines:
             click.echo(strip_control_characters(line))
+
+
+def prints_json() -> bool:
+    """Return whether the command was given --json."""
+    return bool(click.get_current_context().params.get("as_json"))
 
 
 def print_json(content: Any) -> None:

@@ -43,8 +43,8 @@ def _limit_options(minimum: int) -> Callable[[_Command], _Command]:
             named = f"--{name.replace('_', '-')}"
             command = click.option(named, type=click.IntRange(minimum, maximum), help=text)(command)
         for name, kind, metavar, text in (
-            ("--expires-at", options.Timestamp(), "TIME", "Reject the key from then on: 2027-01-31."),
-            ("--expires-in", options.Duration(), "AGE", "Reject the key after this time: 30d, 12h."),
+            ("--expires-at", options.timestamp, "TIME", "Reject the key from then on: 2027-01-31."),
+            ("--expires-in", options.duration, "AGE", "Reject the key after this time: 30d, 12h."),
         ):
             command = click.option(name, type=kind, metavar=metavar, help=text)(command)
         return command
@@ -302,9 +302,7 @@ def _usage_cells(one: Usage, columns: tuple[str, ...]) -> tuple[Any, ...]:
 @click.command()
 @options.number("--limit", 100, "Maximum number.", most=100_000)
 @click.option("--key", metavar="ID", help="Only entries of the operator key with this id.")
-@click.option(
-    "--since", type=options.Timestamp(), metavar="TIME", help="Only entries at this time or later: 2026-11-21."
-)
+@click.option("--since", type=options.timestamp, metavar="TIME", help="Only entries at this time or later: 2026-11-21.")
 @click.option("--changes", is_flag=True, help="Only changes, no reads.")
 @options.as_json
 @options.with_store

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from ratchet import options
-from ratchet.commands.plugin_group import PluginGroup
 from ratchet.commands.tune import (
     add_rollout_options,
     draw,
@@ -23,7 +22,7 @@ from ratchet.commands.tune import (
 _EXIT_CODES = {"better": 0, "tied": 3, "inconclusive": 3, "worse": 4}
 
 
-@click.group("eval", cls=PluginGroup, plugins="ratchet.evaluations", invoke_without_command=True)
+@click.group("eval", cls=options.PluginGroup, plugins="ratchet.evaluations", invoke_without_command=True)
 @click.option("--model", metavar="NAME", help="Model to measure: a version such as policy@4, or a `model_list` name.")
 @click.option("--against", metavar="NAME", help="Model to compare with.  [default: the live version]")
 @split

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ratchet import options
+from ratchet.output import show
 from ratchet.trainer.settings.learner_settings import MAX_SERVABLE_RANK
 
 if TYPE_CHECKING:
     from ratchet.trainer.planning.plan import OptionFit, Plan
 
-    _GpusType = click.ParamType[tuple[int, int]]
-else:
-    _GpusType = click.ParamType  # generic only from click 8.4 on
-
 _GIB = 2**30
 _MOST_GPUS = 512
 
 
-class Gpus(_GpusType):
-    """A number of GPUs of one kind, such as `8x80GB`, as number and bytes."""
-
-    name = "gpus"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """Return the number of GPUs, and the bytes of each."""
-        match = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?(\d+(?:\.\d+)?)\s*(?:[gG](?:i?[bB])?)?", str(value).strip())
-        if match is None or not int(match[1] or 1) or not float(match[2]):
-            self.fail(f"{value!r} are no GPUs; write 8x80GB, or 24GB for one", param, ctx)
-        if int(match[1] or 1) > _MOST_GPUS:
-            self.fail(f"{value!r}: a plan is for at most {_MOST_GPUS} GPUs", param, ctx)
-        return int(match[1] or 1), round(float(match[2]) * _GIB)
+def _gpus(text: str) -> tuple[int, int]:
+    """Return number and bytes of GPUs of one kind, such as `8x80GB`. Raises BadParameter."""
+    match = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?(\d+(?:\.\d+)?)\s*(?:[gG](?:i?[bB])?)?", text.strip())
+    if match is None or not int(match[1] or 1) or not float(match[2]):
+        raise click.BadParameter(f"{text!r} are no GPUs; write 8x80GB, or 24GB for one")
+    if int(match[1] or 1) > _MOST_GPUS:
+        raise click.BadParameter(f"{text!r}: a plan is for at most {_MOST_GPUS} GPUs")
+    return int(match[1] or 1), round(float(match[2]) * _GIB)
 
 
 @click.command()
 @click.option("--base-model", required=True, metavar="PATH", help="Base model: a folder or a hub name.")
-@click.option("--gpus", required=True, type=Gpus(), metavar="NxGB", help="Number and memory of the GPUs: 8x80GB.")
+@click.option("--gpus", required=True, type=_gpus, metavar="NxGB", help="Number and memory of the GPUs: 8x80GB.")
 @click.option(
     "--context",
     type=click.IntRange(min=1024),
@@ -52,7 +45,7 @@ class Gpus(_GpusType):
     help="Rank of the adapter, and the maximum that vLLM serves.",
 )
 @options.as_json
-def plan(base_model: str, gpus: tuple[int, int], context: int | None, lora_r: int, as_json: bool) -> None:
+def plan(base_model: str, gpus: tuple[int, int], context: int | None, lora_r: int, **_: Any) -> None:
     """Plan the memory of vLLM and learner from a model's config.json, and print settings that fit.
 
     Loads no weights. All figures of GPU memory are for each GPU.
@@ -75,14 +68,12 @@ def plan(base_model: str, gpus: tuple[int, int], context: int | None, lora_r: in
     number, size = gpus
     request = PlanRequest(number, size, context or min(32768, shape.max_positions), rank=lora_r)
     found = make_plan(shape, request)
-    if as_json:
-        options.print_json(_as_data(found, base_model))
-        return
-    for line in _lines(found, base_model):
-        click.echo(line)
+    data = {"base_model": base_model, "concurrent_sequences": found.concurrent_sequences}
+    settings = _settings(found, base_model)
+    show(dataclasses.asdict(found) | data | {"settings": settings}, _lines(found, base_model, settings))
 
 
-def settings_of(found: Plan, base_model: str) -> dict[str, Any]:
+def _settings(found: Plan, base_model: str) -> dict[str, Any]:
     """Return the settings of a plan, as ratchet.yaml holds them."""
     option = found.learner.option
     vllm: dict[str, Any] = {"max_model_len": found.request.context}
@@ -105,17 +96,7 @@ def _devices(first: int, number: int) -> str:
     return ",".join(str(index) for index in range(first, first + number))
 
 
-def _as_data(found: Plan, base_model: str) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(found) | {
-        "base_model": base_model,
-        "concurrent_sequences": found.concurrent_sequences,
-        "settings": settings_of(found, base_model),
-    }
-
-
-def _lines(found: Plan, base_model: str) -> list[str]:
+def _lines(found: Plan, base_model: str, settings: dict[str, Any]) -> list[str]:
     import yaml
 
     request, serving, memory = found.request, found.serving, found.learner.memory
@@ -135,7 +116,7 @@ def _lines(found: Plan, base_model: str) -> list[str]:
         *(_alternative(fit, "*" if fit.option == found.learner.option else " ") for fit in found.alternatives),
         "",
         "# ratchet.yaml",
-        yaml.safe_dump(settings_of(found, base_model), sort_keys=False).rstrip(),
+        yaml.safe_dump(settings, sort_keys=False).rstrip(),
         "",
         "ratchet up --judge my_agent.judge:judge",
     ]

@@ -1,18 +1,18 @@
-"""`ratchet up`, `down`, `status` and `doctor`: the commands for a whole project."""
+"""`ratchet up`, `down`, `reload`, `status`, `doctor` and `demo`: the commands for a whole project."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ratchet import options
-from ratchet.output import strip_control_characters
+from ratchet.output import print_json, prints_json, show, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.checks.check_result import CheckResult
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 @options.alias
 @options.judge
 @options.store_url
-@click.option("--port", type=int, help="Port of the proxy, for agents.  [default: 8000]")
-@click.option("--vllm-port", type=int, help="Port of vLLM.  [default: 8001]")
+@options.setting("proxy.port", "--port", type=int, help="Port of the proxy, for agents.  [default: 8000]")
+@options.setting("vllm.port", "--vllm-port", type=int, help="Port of vLLM.  [default: 8001]")
 @click.option("--detach", is_flag=True, help="Run in the background; return once everything is ready.")
 @options.as_json
-@click.pass_context
-def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | None, **given: Any) -> None:
+@options.with_settings(options.read_settings)
+def up(settings: Settings, detach: bool) -> None:
     """Start vLLM, proxy, trainer and learner of a project and supervise them.
 
     When it ends, for whatever reason, all of them end. Without a judge, calls are recorded and nothing is trained.
@@ -42,35 +42,21 @@ def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | 
     """
     from ratchet.supervisor import up as supervision
 
-    values = {
-        "project": given["project"],
-        "base_model": given["base_model"],
-        "model": given["model"],
-        "store": given["store"],
-        "trainer.judge": given["judge"],
-        "proxy.port": given["port"],
-        "vllm.port": vllm_port,
-    }
-    settings = options.read_settings(context, values)
     if not detach:
         supervision.run_foreground(settings)
         return
     # The same command line without --detach: there is one way to start.
     running = supervision.run_detached(settings, [argument for argument in sys.argv[1:] if argument != "--detach"])
-    if as_json:
-        options.print_json(running)
-    else:
-        named = supervision.names_of_agents(settings)
-        click.echo(f"base_url: {running['base_url']}   {named}   (`ratchet down` stops everything)")
-        if running["console"]:
-            click.echo(f"console: {running['console']}")
+    named = supervision.names_of_agents(settings)
+    lines = [f"base_url: {running['base_url']}   {named}   (`ratchet down` stops everything)"]
+    show(running, lines + ([f"console: {running['console']}"] if running["console"] else []))
 
 
 @click.command()
 @options.project
 @options.as_json
-@click.pass_context
-def down(context: click.Context, project: str | None, as_json: bool) -> None:
+@options.with_settings(options.read_settings)
+def down(settings: Settings) -> None:
     """Stop everything that `up` started. Succeeds if nothing runs.
 
     \b
@@ -79,21 +65,16 @@ def down(context: click.Context, project: str | None, as_json: bool) -> None:
     """
     from ratchet.supervisor import up as supervision
 
-    settings = options.read_settings(context, {"project": project})
     stopped = supervision.down(settings)
-    if as_json:
-        options.print_json({"project": settings.project, "stopped": stopped})
-    elif stopped:
-        click.echo(f"project {settings.project}: stopped {', '.join(stopped)}")
-    else:
-        click.echo(f"project {settings.project}: nothing was running")
+    done = f"stopped {', '.join(stopped)}" if stopped else "nothing was running"
+    show({"project": settings.project, "stopped": stopped}, [f"project {settings.project}: {done}"])
 
 
 @click.command("reload")
 @options.project
 @options.as_json
-@click.pass_context
-def reload_agents(context: click.Context, project: str | None, as_json: bool) -> None:
+@options.with_settings(options.read_settings)
+def reload_agents(settings: Settings) -> None:
     """Apply changes of `agents` in ratchet.yaml to the running project: added agents join, removed ones leave.
 
     Other agents are served and trained meanwhile. Settings, judges and the base model are checked first: an error
@@ -105,12 +86,8 @@ def reload_agents(context: click.Context, project: str | None, as_json: bool) ->
     """
     from ratchet.supervisor import reload
 
-    settings = options.read_settings(context, {"project": project})
     done = reload.reload_agents(settings, lambda text: click.echo(text, err=True))
-    if as_json:
-        options.print_json(dataclasses.asdict(done))
-    else:
-        click.echo("\n".join(done.lines()))
+    show(done, done.lines())
 
 
 @click.command()
@@ -125,18 +102,8 @@ def reload_agents(context: click.Context, project: str | None, as_json: bool) ->
     help="Write all rounds and decisions as event files to this new folder.",
 )
 @options.as_json
-@click.pass_context
-def status(
-    context: click.Context,
-    /,
-    project: str | None,
-    store: str | None,
-    model: str | None,
-    report: bool,
-    png: Path | None,
-    tensorboard: Path | None,
-    as_json: bool,
-) -> None:
+@options.with_settings(options.read_project_settings)
+def status(settings: Settings, report: bool, png: Path | None, tensorboard: Path | None) -> None:
     """Show processes, ports, versions, trajectories by state, rounds and alarms; with --report, whether it learns.
 
     Several agents are shown in one table; --model shows one of them in full.
@@ -145,36 +112,26 @@ def status(
     Example:
       ratchet status --report --png learning_report.png
     """
-    settings = options.read_project_settings(context, {"project": project, "store": store, "model": model})
+    from ratchet.status import collect_status, status_lines, write_tensorboard
+
     if tensorboard is not None:
-        from ratchet.status import write_tensorboard
-
-        settings = options.one_agent(settings)
-        click.echo(f"{write_tensorboard(settings, tensorboard)} points: tensorboard --logdir {tensorboard}")
-        return
-    if report:
-        _report(options.one_agent(settings), png, as_json)
-        return
-    if png is not None:
+        points = write_tensorboard(options.one_agent(settings), tensorboard)
+        click.echo(f"{points} points: tensorboard --logdir {tensorboard}")
+    elif report:
+        _report(options.one_agent(settings), png)
+    elif png is not None:
         raise click.UsageError("--png needs --report")
-    from ratchet.status import collect_status, status_lines
-
-    found = collect_status(settings)
-    if as_json:
-        options.print_json(found)
     else:
-        click.echo("\n".join(status_lines(found)))
+        found = collect_status(settings)
+        show(found, status_lines(found))
 
 
-def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
+def _report(settings: Settings, png: Path | None) -> None:
     from ratchet.status import read_report, read_tools, report_lines, save_report_plot, tool_lines
     from ratchet.store.reports.learning_report import to_dict
 
     found, tools = read_report(settings), read_tools(settings)
-    if as_json:
-        options.print_json(to_dict(found) | {"tools": tools})
-    else:
-        click.echo("\n".join([*report_lines(found), *tool_lines(tools)]))
+    show(to_dict(found) | {"tools": tools}, [*report_lines(found), *tool_lines(tools)])
     if png is not None:
         save_report_plot(found, png)
         click.echo(f"plot: {png}", err=True)
@@ -187,15 +144,22 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 @options.judge
 @click.option("--question", help="For the judge, if no call is recorded yet: a question, or a task's row as JSON.")
 @click.option("--answer", help="The correct answer to --question.")
-@click.option("--attempts", type=click.IntRange(1, 64), default=4, show_default=True, help="Attempts at the task.")
+@options.setting(
+    "tuner.attempts",
+    "--attempts",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Attempts at the task.",
+)
 @options.concurrency
 @options.proxy_url
 @options.alias
 @options.store_url
 @options.project
 @options.as_json
-@click.pass_context
-def doctor(context: click.Context, /, base_model: str | None, task: str | None, as_json: bool, **given: Any) -> int:
+@options.with_settings(options.read_project_settings)
+def doctor(settings: Settings, task: str | None, question: str | None, answer: str | None) -> int:
     """Check that training can work: vLLM, capture of calls, gradient, adapter swap, batches, judge.
 
     Failures name the remedy. The project should be up. For services that were started separately, give --proxy and
@@ -215,19 +179,18 @@ def doctor(context: click.Context, /, base_model: str | None, task: str | None, 
       ratchet doctor --workflow my_agent:run --task '{"question": "2 + 2?", "answer": "4"}' --judge my_judge:judge
     """
     findings = []
-    example = _judge_example(given.pop("question"), given.pop("answer"))
-    announce = (lambda check: None) if as_json else _announce
-    for finding in _check_results(context, base_model, task, given, example, announce):
+    for finding in _check_results(settings, task, _judge_example(question, answer)):
         findings.append(finding)
-        if not as_json:
+        if not prints_json():
             click.echo(strip_control_characters(finding.line()))
-    if as_json:
-        options.print_json([dataclasses.asdict(finding) for finding in findings])
+    if prints_json():
+        print_json(findings)
     return 1 if any(finding.failed for finding in findings) else 0
 
 
 def _announce(check: str) -> None:
-    click.echo(f"...   {check}", err=True)
+    if not prints_json():
+        click.echo(f"...   {check}", err=True)
 
 
 def _judge_example(question: str | None, answer: str | None) -> JudgeExample | None:
@@ -243,30 +206,85 @@ def _judge_example(question: str | None, answer: str | None) -> JudgeExample | N
         raise click.UsageError(f"--question begins like a task's row and is not JSON: {error}") from error
 
 
-def _check_results(
-    context: click.Context,
-    base_model: str | None,
-    task: str | None,
-    given: dict[str, Any],
-    example: JudgeExample | None,
-    announce: Callable[[str], None],
-) -> Iterator[CheckResult]:
+def _check_results(settings: Settings, task: str | None, example: JudgeExample | None) -> Iterator[CheckResult]:
+    given = click.get_current_context().params
     if given["workflow"] is None and task is None:
         from ratchet.checks import doctor as doctor_checks
         from ratchet.trainer.settings.learner_settings import pinned
 
-        own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
-        own |= {"model": given["model"], "store": given["store"], "tuner.proxy_url": given["proxy"]}
-        settings = options.read_project_settings(context, own)
         proxy = settings.tuner_settings().proxy_url if given["proxy"] else None
         os.environ.update(pinned(settings.learner_devices))  # it trains as the trainer would
-        yield from doctor_checks.run_checks(settings, proxy, example, announce)
+        yield from doctor_checks.run_checks(settings, proxy, example, _announce)
         return
     from ratchet.checks import workflow_check
-    from ratchet.commands.tune import settings_of
 
-    settings = settings_of(context, given | {"tasks": None, "test_size": None, "seed": None})
+    settings = options.one_agent(settings)
     source = task or settings.tuner_settings().tasks
     if source is None:
         raise click.UsageError("the workflow needs a task: give --task JSON or a file, or set tuner.tasks")
     yield from workflow_check.run_checks(settings, workflow_check.task_of(source, settings))
+
+
+@click.command()
+@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Seed of tasks and learner.")
+@click.option("--real", is_flag=True, help="A real pretrained model, SmolLM2-135M-Instruct, learns to label reviews.")
+@click.option(
+    "--model",
+    metavar="PATH",
+    help="Folder or hub name in place of the tiny policy (needs a GPU), or with --real of the downloaded model.",
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Number format of vLLM and learner.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), help="Rounds of training tasks.  [default: 20; with --real no limit]"
+)
+@click.option(
+    "--versions",
+    type=click.IntRange(min=1),
+    help="With --real: the training traffic ends once this version is live.  [default: 10]",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="With --real: the longest time of training traffic.  [default: 12]",
+)
+@click.option("--concurrency", type=click.IntRange(min=1), help="Concurrent agents.  [default: 32; with --real 16]")
+@click.option("--held-out-tasks", type=click.IntRange(min=1), help="Held-out tasks.  [default: 150; with --real 60]")
+@click.option("--held-out-attempts", type=click.IntRange(min=1), help="Attempts each.  [default: 2; with --real 3]")
+@click.option("--state-dir", type=click.Path(path_type=Path), help="Folder of the state.  [default: .ratchet]")
+@click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="A setting of the demo; repeatable.")
+def demo(real: bool, model: str | None, dtype: str | None, settings: tuple[str, ...], **given: Any) -> int:
+    """Train an unmodified agent on the real vLLM and measure its improvement.
+
+    Exits with 0 only if the success rate on held-out tasks rose significantly. Results: .ratchet/demo/result.json,
+    with --real .ratchet/demo-real/result.json. The demo has its own settings: ratchet.yaml and RATCHET_* variables are
+    ignored, except secrets; --set changes one.
+
+    \b
+    Example:
+      ratchet demo --seed 2
+      ratchet demo --real --dtype bfloat16
+      ratchet demo --model Qwen/Qwen2.5-0.5B-Instruct
+    """
+    from ratchet.demo.run import REAL_DEFAULTS, DemoOptions, run
+
+    for name in ("versions", "minutes"):
+        if given[name] and not real:
+            raise click.UsageError(f"--{name} needs --real; without it, --rounds sets the length")
+    changes = {("vllm", "dtype"): dtype, ("learner", "dtype"): dtype} if dtype else {}
+    changes |= dict(map(_key_and_value, settings))
+    chosen = {name: value for name, value in given.items() if value is not None}
+    default = REAL_DEFAULTS if real else DemoOptions()
+    return run(dataclasses.replace(default, base_model=model, changes=changes, **chosen))
+
+
+def _key_and_value(text: str) -> tuple[tuple[str, ...], Any]:
+    """Return key path and value of `vllm.max_num_seqs=8`; the value is YAML."""
+    import yaml
+
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise click.UsageError(f"--set {text}: give KEY=VALUE, such as --set learner.learning_rate=1e-4")
+    try:
+        return tuple(key.strip().split(".")), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise click.UsageError(f"--set {text}: the value is not YAML: {' '.join(str(error).split())}") from error

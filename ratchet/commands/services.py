@@ -19,36 +19,41 @@ if TYPE_CHECKING:
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 
+def _use_config(context: click.Context, _: click.Parameter, file: Path | None) -> None:
+    context.obj = file or context.obj
+
+
 @click.command()
 @click.option("--upstream", "upstreams", multiple=True, metavar="URL", help="A vLLM replica; repeat for more.")
 @click.option("--models-only", is_flag=True, help="Serve only the models of `model_list`: no agent, no vLLM.")
 @options.alias
 @options.store_url
-@click.option("--config", type=click.Path(path_type=Path), help="Settings file; also accepted before the command.")
-@click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
-@click.option("--port", type=int, help="Port to listen on.  [default: 8000]")
-@click.option("--workers", metavar="NUMBER|auto", help="Processes that serve the port.  [default: 1]")
-@click.option("--coordinator", metavar="URL", help="Coordinators of other machines, separated by commas.")
-@click.option("--coordinator-listen", metavar="ADDRESS:PORT", help="Also serve workers of other machines.")
-@click.option("--capture", type=click.Choice(["strict", "relaxed"]), help="Durability of calls.  [default: strict]")
+@click.option(
+    "--config", type=click.Path(path_type=Path), expose_value=False, callback=_use_config,
+    help="Settings file; also accepted before the command.",
+)  # fmt: skip
+@options.setting("proxy.host", "--host", help="Address to listen on.  [default: 127.0.0.1]")
+@options.setting("proxy.port", "--port", type=int, help="Port to listen on.  [default: 8000]")
+@options.setting(
+    "proxy.workers", "--workers", metavar="NUMBER|auto", help="Processes that serve the port.  [default: 1]"
+)
+@options.setting(
+    "proxy.coordinator", "--coordinator", metavar="URL", help="Coordinators of other machines, separated by commas."
+)
+@options.setting(
+    "proxy.coordinator_listen", "--coordinator-listen", metavar="ADDRESS:PORT",
+    help="Also serve workers of other machines.",
+)  # fmt: skip
+@options.setting(
+    "proxy.capture", "--capture", type=click.Choice(["strict", "relaxed"]),
+    help="Durability of calls.  [default: strict]",
+)  # fmt: skip
 @click.option("--journal", type=click.Path(path_type=Path), help="Folder of the journal, one per proxy.")
 @options.project
+@options.with_settings(options.read_settings)
 @click.pass_context
 def proxy(
-    context: click.Context,
-    upstreams: tuple[str, ...],
-    models_only: bool,
-    model: str | None,
-    store: str | None,
-    config: Path | None,
-    host: str | None,
-    port: int | None,
-    workers: str | None,
-    coordinator: str | None,
-    coordinator_listen: str | None,
-    capture: str | None,
-    journal: Path | None,
-    project: str | None,
+    context: click.Context, settings: Settings, upstreams: tuple[str, ...], models_only: bool, journal: Path | None
 ) -> int:
     """Run only the proxy, for vLLM replicas that run elsewhere.
 
@@ -58,16 +63,10 @@ def proxy(
     Example:
       ratchet proxy --upstream http://127.0.0.1:8001 --model mail --store mail.db --port 8000
     """
-    values: dict[str, Any] = {"project": project, "model": model, "store": store}
-    values |= {"proxy.host": host, "proxy.port": port, "proxy.workers": workers}
-    values |= {"proxy.coordinator": coordinator, "proxy.coordinator_listen": coordinator_listen}
-    values["proxy.capture"] = capture
-    context.obj = config or context.obj
-    settings = options.read_settings(context, values)
+    if models_only and (upstreams or context.params["model"]):
+        raise click.UsageError("--models-only serves no agent: leave --upstream and --model out")
     derived: dict[str, Any] = {"upstreams": upstreams, "journal": journal}
     given = {key: value for key, value in derived.items() if value}
-    if models_only and (upstreams or model):
-        raise click.UsageError("--models-only serves no agent: leave --upstream and --model out")
     own = settings.proxy_settings(**given, **(settings.models_only if models_only else {}))
     from ratchet.proxy.server import SetAgents
     from ratchet.proxy.supervisor.supervisor import serve
@@ -77,7 +76,7 @@ def proxy(
     os.umask(0o077)  # what it and its processes write is readable by its owner only: journal, store, state folder
 
     def follow_agents(set_agents: SetAgents) -> None:
-        _follow(context, values, settings, lambda changed: set_agents(tuple(changed.agents_by_name)))
+        _follow(context, settings, lambda changed: set_agents(tuple(changed.agents_by_name)))
 
     names = ", ".join(own.agents or dict.fromkeys(entry.model_name for entry in own.model_list))
     return serve(
@@ -94,16 +93,9 @@ def proxy(
 @options.judge
 @click.option("--vllm", multiple=True, metavar="URL", help="A vLLM replica; repeat for more.")
 @options.project
+@options.with_settings(options.read_settings)
 @click.pass_context
-def trainer(
-    context: click.Context,
-    store: str | None,
-    model: str | None,
-    base_model: str | None,
-    judge: str | None,
-    vllm: tuple[str, ...],
-    project: str | None,
-) -> int:
+def trainer(context: click.Context, settings: Settings, vllm: tuple[str, ...]) -> int:
     """Run only the trainer of all agents, for a proxy and vLLM replicas that run elsewhere.
 
     It starts its learner, unless `learner.url` names one. It applies changes of `agents` in the settings file while it
@@ -113,9 +105,6 @@ def trainer(
     Example:
       ratchet trainer --store mail.db --model mail --base-model ./model --judge mail.judge:judge --vllm http://127.0.0.1:8001
     """
-    values: dict[str, Any] = {"project": project, "model": model, "store": store, "base_model": base_model}
-    values["trainer.judge"] = judge
-    settings = options.read_settings(context, values)
     if not settings.has_judge:
         raise click.UsageError("no judge is set: give --judge module:function or a YAML file, or set trainer.judge")
     from ratchet.proxy.telemetry import logs
@@ -139,7 +128,7 @@ def trainer(
     def run_agents(learner: LearnerAccess) -> int:
         def follow_agents(process: ControllerProcess) -> None:
             learner.call_on_failure(process.stop)
-            _follow(context, values, settings, lambda changed: process.set_agents(agents_of(changed)))
+            _follow(context, settings, lambda changed: process.set_agents(agents_of(changed)))
 
         return run(agents, learner.learner_of, WorkflowEvaluator, follow_agents)
 
@@ -148,13 +137,13 @@ def trainer(
 
 @click.command()
 @options.base_model
-@click.option("--host", help="Address to listen on; any but loopback requires RATCHET_LEARNER_TOKEN.")
-@click.option("--port", type=int, help="Port to listen on; 0: any free one.  [default: 8002]")
+@options.setting(
+    "learner.host", "--host", help="Address to listen on; any but loopback requires RATCHET_LEARNER_TOKEN."
+)
+@options.setting("learner.port", "--port", type=int, help="Port to listen on; 0: any free one.  [default: 8002]")
 @options.project
-@click.pass_context
-def learner(
-    context: click.Context, base_model: str | None, host: str | None, port: int | None, project: str | None
-) -> int:
+@options.with_settings(options.read_settings)
+def learner(settings: Settings) -> int:
     """Run only the learner, for trainers that run elsewhere. If it spans several machines, run this on each.
 
     The trainers reach it at `learner.url` with the same RATCHET_LEARNER_TOKEN.
@@ -163,8 +152,6 @@ def learner(
     Example:
       RATCHET_LEARNER_TOKEN=secret ratchet learner --base-model ./model --host 0.0.0.0 --port 8002
     """
-    values: dict[str, Any] = {"project": project, "base_model": base_model, "learner.host": host, "learner.port": port}
-    settings = options.read_settings(context, values)
     from ratchet.proxy.telemetry import logs
     from ratchet.supervisor.vllm_command import check_model
     from ratchet.trainer.learner_service import launch
@@ -189,15 +176,13 @@ def learner(
     return run(model, own, folders)
 
 
-def _follow(
-    context: click.Context, values: dict[str, Any], settings: Settings, apply: Callable[[Settings], object]
-) -> None:
+def _follow(context: click.Context, settings: Settings, apply: Callable[[Settings], object]) -> None:
     """Apply the agents of the settings file whenever it changes, until the process ends."""
     from ratchet.settings.agents_watch import AgentsWatch
 
     file = options.settings_file(context)
-    if file is not None and values["model"] is None:  # an option names the one agent: no other one joins
-        AgentsWatch(file, settings, lambda: options.read_settings(context, values), apply).start()
+    if file is not None and context.params["model"] is None:  # an option names the one agent: no other one joins
+        AgentsWatch(file, settings, lambda: options.read_settings(context), apply).start()
 
 
 def _above_bars(line: str) -> None:

@@ -10,7 +10,7 @@ import click
 
 from ratchet import options
 from ratchet.commands.export import export
-from ratchet.output import progress_bars, show
+from ratchet.output import prints_json, progress_bars, show
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
@@ -86,7 +86,7 @@ def verify(settings: Settings) -> int:
 
 @store.command()
 @click.option(
-    "--older-than", type=options.Duration(), required=True, metavar="AGE", help="Time since the last call: 30d, 12h."
+    "--older-than", type=options.duration, required=True, metavar="AGE", help="Time since the last call: 30d, 12h."
 )
 @click.option("--keep-trained", is_flag=True, help="Keep trajectories that were trained on.")
 @_dry_run
@@ -112,7 +112,7 @@ def prune(store: Store, older_than: float, keep_trained: bool, dry_run: bool) ->
 @click.option("--task", help="Only trajectories of this task key.")
 @click.option("--tag", help="Only trajectories with this tag.")
 @click.option(
-    "--before", "until", type=options.Timestamp(), metavar="TIME",
+    "--before", "until", type=options.timestamp, metavar="TIME",
     help="Only trajectories opened before this time: 2026-11-21.",
 )  # fmt: skip
 @click.option(
@@ -175,7 +175,7 @@ def _reject(store: Store) -> None:
 
     affected = store.deletions.versions_with_deleted_data()
     for alias, rejected in reject_affected(store.policies, affected, by=options.current_user()).items():
-        if not click.get_current_context().params["as_json"]:
+        if not prints_json():
             names = ", ".join(f"{alias}@{policy.version}" for policy in rejected)
             click.echo(f"rejected: {names}; {alias}@{store.policies.live()[alias].version} is live")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output import format_time, plain, show
+from ratchet.output import format_time, plain, prints_json, show
 
 if TYPE_CHECKING:
     from ratchet.store.records import Group, Trajectory, Transcript, Verdict
@@ -31,8 +31,7 @@ def _paged(noun: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def _show_page(data: Sequence[dict[str, Any]], rows: Iterable[Any], columns: Sequence[str]) -> None:
     show(data, rows, columns=columns, empty=f"no {columns[0]} matches")
-    given = click.get_current_context().params
-    if not given["as_json"] and len(data) == given["limit"]:
+    if not prints_json() and len(data) == click.get_current_context().params["limit"]:
         click.echo(f"next page: --before {data[-1]['id']}", err=True)
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ratchet import options
-from ratchet.commands.plugin_group import PluginGroup
 from ratchet.output import format_time, strip_control_characters
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def _count(name: str, least: int, text: str) -> Callable[[_Command], _Command]:
     return click.option(f"--{name}", type=click.IntRange(least), help=text)
 
 
-@click.group(cls=PluginGroup, plugins="ratchet.tune_commands")
+@click.group(cls=options.PluginGroup, plugins="ratchet.tune_commands")
 def tune() -> None:
     """Tune the model, the prompt or the weights of an agent on a task set, and compare the gains.
 
