@@ -7,7 +7,7 @@ project is not disturbed, and concurrent changes are seen completely or not at a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from ratchet.store.content.messages import ROOT, is_intact, is_intact_toolset
 from ratchet.store.db import schema
 from ratchet.store.db.column_types import NOT_DECODED, Body, Ids, decompress_token_ids, unpack_body
 from ratchet.store.db.engine import connect, ensure_schema, read
-from ratchet.store.db.verbs import chunks
+from ratchet.store.db.verbs import chunks, matches
 from ratchet.store.errors import RecordDamaged
 from ratchet.store.policies.prompts import prompt_id
 from ratchet.store.records import MessageNode, Record
@@ -50,33 +50,36 @@ def _undecoded(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     return sa.type_coerce(column, sa.Text).label(column.name) if isinstance(column.type, sa.JSON) else column
 
 
-def existing_values(connection: sa.Connection, column: sa.Column[str], values: Collection[str]) -> set[str]:
-    """Return the values that occur in a column."""
-    queries = [sa.select(column).where(column.in_(some)) for some in chunks(sorted(values))]
+def existing_values(connection: sa.Connection, column: sa.Column[str], values: Iterable[str | None]) -> set[str]:
+    """Return the values, of those that are not empty, that occur in a column."""
+    queries = [sa.select(column).where(column.in_(some)) for some in chunks(sorted(filter(None, values)))]
     return {value for query in queries for value in connection.scalars(query)}
 
 
 # Checks messages and tool lists: they decode, match their hash, and have a reference.
 
+_BACKUP = "restore it from a backup"
 _LOST = "restore it from a backup; transcripts that contain it are incomplete, tokens are not affected"
 _LEFT = "nothing is lost: the next `ratchet store prune` deletes it"
 
 
 def check_messages(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """Check that messages match their hash, have their parent, and have a reference."""
-    there = existing_values(connection, schema.messages.c.hash, {row.parent for row in page} - {ROOT})
-    orphans = _orphans(connection, [row.hash for row in page])
+    there = existing_values(connection, schema.messages.c.hash, {row.parent for row in page})
+    names = [row.hash for row in page]
+    next_swept = existing_values(connection, schema.orphan_candidates.c.hash, names)
+    orphans = unnamed_messages(connection, names).keys() - next_swept
     for row in page:
         name = f"message {row.hash}"
         body = _body(row.body)
         if body is None:
-            yield Violation(row=name, problem="its body does not inflate to JSON", remedy=_LOST)
+            yield Violation(name, "its body does not inflate to JSON", _LOST)
         elif not is_intact(MessageNode(hash=row.hash, parent=row.parent, role=row.role, body=body)):
-            yield Violation(row=name, problem="its hash does not match its parent and body", remedy=_LOST)
+            yield Violation(name, "its hash does not match its parent and body", _LOST)
         if row.parent != ROOT and row.parent not in there:
-            yield Violation(row=name, problem=f"its parent {row.parent} is missing", remedy=_LOST)
+            yield Violation(name, f"its parent {row.parent} is missing", _LOST)
         if row.hash in orphans:
-            yield Violation(row=name, problem="no call, answer or message names it", remedy=_LEFT)
+            yield Violation(name, "no call, answer or message names it", _LEFT)
 
 
 def check_toolsets(_: sa.Connection, page: Page) -> Iterator[Violation]:
@@ -85,14 +88,7 @@ def check_toolsets(_: sa.Connection, page: Page) -> Iterator[Violation]:
         body = _body(row.body)
         if body is None or not is_intact_toolset(row.hash, body):
             problem = "it does not inflate to JSON" if body is None else "its hash does not match its content"
-            yield Violation(row=f"tool list {row.hash}", problem=problem, remedy="restore it from a backup")
-
-
-def _orphans(connection: sa.Connection, names: list[str]) -> set[str]:
-    """Return the messages without a reference, except candidates of the next sweep."""
-    return unnamed_messages(connection, names).keys() - existing_values(
-        connection, schema.orphan_candidates.c.hash, names
-    )
+            yield Violation(f"tool list {row.hash}", problem, _BACKUP)
 
 
 def _body(packed: bytes) -> bytes | None:
@@ -107,7 +103,6 @@ def _body(packed: bytes) -> bytes | None:
 
 # Checks calls and answers: tokens decode and agree in number, references exist, and chains end.
 
-_BACKUP = "restore it from a backup"
 _UNTRAINED = "its tokens will not be trained; restore it from a backup to have them"
 _MAX_CHAIN_LENGTH = 100_000  # calls
 
@@ -117,21 +112,24 @@ def check_calls(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     answers = _answers(connection, [row.id for row in page])
     parents = _parents(connection, page)
     named = {row.prompt_node for row in page} | {one.reply_node for some in answers.values() for one in some}
-    messages = existing_values(connection, schema.messages.c.hash, named - {""})
-    toolsets = existing_values(connection, schema.toolsets.c.hash, {row.tools_hash for row in page} - {""})
+    messages = existing_values(connection, schema.messages.c.hash, named)
+    toolsets = existing_values(connection, schema.toolsets.c.hash, {row.tools_hash for row in page})
     blocks = _blocks(connection, page)
-    strangers = _strangers(connection, [row.id for row in page])
+    calls, runs = schema.calls, schema.trajectories
+    mixed = sa.select(calls.c.id, runs.c.alias).join(runs, runs.c.id == calls.c.trajectory_id)
+    mixed = mixed.where(runs.c.alias != calls.c.alias, calls.c.id.in_([row.id for row in page]))
+    strangers = {row.id: row.alias for row in connection.execute(mixed)}  # each with its trajectory's agent
     for row in page:
-        own = answers.get(row.id, [])
+        own = answers[row.id]
         name = f"call {row.id}"
         if row.prompt_node and row.prompt_node not in messages:
             remedy = f"{_BACKUP}; the transcript is incomplete, its tokens are not affected"
-            yield Violation(row=name, problem=f"its prompt {row.prompt_node} is missing", remedy=remedy)
+            yield Violation(name, f"its prompt {row.prompt_node} is missing", remedy)
         if row.tools_hash and row.tools_hash not in toolsets:
-            yield Violation(row=name, problem=f"its tool list {row.tools_hash} is missing", remedy=_BACKUP)
+            yield Violation(name, f"its tool list {row.tools_hash} is missing", _BACKUP)
         if row.id in strangers:
             problem = f"it is of {row.alias}, its trajectory {row.trajectory_id} of {strangers[row.id]}"
-            yield Violation(row=name, problem=problem, remedy="drop its trajectory: no adapter may learn from both")
+            yield Violation(name, problem, "drop its trajectory: no adapter may learn from both")
         yield from _state(name, row, own)
         yield from _prompt(name, row, blocks)
         yield from _context(connection, name, row, parents)
@@ -139,41 +137,28 @@ def check_calls(connection: sa.Connection, page: Page) -> Iterator[Violation]:
             yield from _answer(f"{name} choice {one.choice}", row, one, messages)
 
 
-def _strangers(connection: sa.Connection, call_ids: Sequence[str]) -> dict[str, str]:
-    """Return the calls that are in another agent's trajectory, each with that agent."""
-    calls, runs = schema.calls, schema.trajectories
-    query = sa.select(calls.c.id, runs.c.alias).join(runs, runs.c.id == calls.c.trajectory_id)
-    query = query.where(runs.c.alias != calls.c.alias)
-    rows = connection.execute(query.where(calls.c.id.in_(call_ids)))  # of one page
-    return {row.id: row.alias for row in rows}
-
-
 def _state(name: str, row: Any, own: Sequence[Any]) -> Iterator[Violation]:
     remedy = "start the proxy that recorded it: its journal may hold the end; else drop its trajectory"
     ended = row.state not in (CallState.STARTED, CallState.INTERRUPTED)
     if ended != (row.ended_at is not None):
-        problem = f"it is {row.state} and has {'no' if ended else 'an'} end"
-        yield Violation(row=name, problem=problem, remedy=remedy)
+        yield Violation(name, f"it is {row.state} and has {'no' if ended else 'an'} end", remedy)
     if row.state == CallState.ANSWERED and [one.choice for one in own] != list(range(len(own))):
-        problem = f"its answers are numbered {[one.choice for one in own]}: one is missing"
-        yield Violation(row=name, problem=problem, remedy=_BACKUP)
+        yield Violation(name, f"its answers are numbered {[one.choice for one in own]}: one is missing", _BACKUP)
 
 
 def _prompt(name: str, row: Any, blocks: Mapping[tuple[str, bytes], int]) -> Iterator[Violation]:
     """Check that the prompt decodes, its blocks exist, and a whole prompt has as many tokens as the engine reported."""
     size = _size(row.prompt_ids)
     if size is None:
-        yield Violation(row=name, problem="its prompt's token ids are damaged", remedy=_UNTRAINED)
+        yield Violation(name, "its prompt's token ids are damaged", _UNTRAINED)
         return
     for part in block_digests(row.prompt_blocks):
         if (row.trajectory_id, part) not in blocks:
-            problem = f"block {part.hex()} of its prompt is missing"
-            yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
+            yield Violation(name, f"block {part.hex()} of its prompt is missing", _UNTRAINED)
             return
         size += blocks[row.trajectory_id, part]
     if row.context != "exact" and size and not row.untrainable and size != row.prompt_tokens:
-        problem = f"its prompt has {size} token ids, the engine reported {row.prompt_tokens}"
-        yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
+        yield Violation(name, f"its prompt has {size} token ids, the engine reported {row.prompt_tokens}", _UNTRAINED)
 
 
 def _context(connection: sa.Connection, name: str, row: Any, parents: Mapping[str, Any]) -> Iterator[Violation]:
@@ -183,22 +168,21 @@ def _context(connection: sa.Connection, name: str, row: Any, parents: Mapping[st
         return
     if _origin(parent.trajectory_id) != _origin(row.trajectory_id):
         problem = f"it continues call {parent.id} of trajectory {parent.trajectory_id}, which is another run"
-        yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
+        yield Violation(name, problem, _UNTRAINED)
     if parent.started_at >= row.started_at and _is_circle(connection, row.id):
         remedy = "set parent_call of one of them to NULL and its context to 'fork'"
-        yield Violation(row=name, problem="its chain of parent calls is a cycle", remedy=remedy)
+        yield Violation(name, "its chain of parent calls is a cycle", remedy)
 
 
 def _answer(name: str, row: Any, one: Any, messages: set[str]) -> Iterator[Violation]:
     size = _size(one.token_ids)
     if size is None:
-        yield Violation(row=name, problem="its token ids are damaged", remedy=_UNTRAINED)
+        yield Violation(name, "its token ids are damaged", _UNTRAINED)
     elif len(one.logprobs) % 4 or (size and one.logprobs and size != len(one.logprobs) // 4 and not row.untrainable):
-        problem = f"it has {size} token ids and {len(one.logprobs) / 4:g} logprobs"
-        yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
+        yield Violation(name, f"it has {size} token ids and {len(one.logprobs) / 4:g} logprobs", _UNTRAINED)
     if one.reply_node and one.reply_node not in messages:
         remedy = f"{_BACKUP}; its tokens are not affected"
-        yield Violation(row=name, problem=f"its message {one.reply_node} is missing", remedy=remedy)
+        yield Violation(name, f"its message {one.reply_node} is missing", remedy)
 
 
 def _size(packed: bytes) -> int | None:
@@ -227,12 +211,12 @@ def _is_circle(connection: sa.Connection, name: str) -> bool:
     return True
 
 
-def _answers(connection: sa.Connection, names: Sequence[str]) -> dict[str, list[Any]]:
+def _answers(connection: sa.Connection, names: Sequence[str]) -> defaultdict[str, list[Any]]:
     table = schema.choices
     query = sa.select(*undecoded(table)).where(table.c.call_id.in_(names)).order_by(table.c.call_id, table.c.choice)
-    found: dict[str, list[Any]] = {}
+    found: defaultdict[str, list[Any]] = defaultdict(list)
     for row in connection.execute(query):
-        found.setdefault(row.call_id, []).append(row)
+        found[row.call_id].append(row)
     return found
 
 
@@ -266,26 +250,22 @@ _MEMBERS = {
 
 def check_trajectories(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """Check that trajectories have calls, and the seal time, group and committed round of their state."""
-    rounds, groups, calls = schema.rounds, schema.groups, schema.calls
-    with_calls = existing_values(connection, calls.c.trajectory_id, {row.id for row in page})
-    group_ids = existing_values(connection, groups.c.id, {row.group_id for row in page if row.group_id})
-    wanted = sorted({row.round_id for row in page if row.round_id})
-    query = sa.select(rounds.c.id).where(rounds.c.id.in_(wanted), rounds.c.state == RoundState.COMMITTED)
+    with_calls = existing_values(connection, schema.calls.c.trajectory_id, {row.id for row in page})
+    wanted = {row.round_id for row in page if row.round_id}
+    query = sa.select(schema.rounds.c.id).where(matches(schema.rounds, id=wanted, state=RoundState.COMMITTED))
     committed = set(connection.scalars(query))
     for row in page:
-        for problem in _problems(row, with_calls, group_ids, committed):
-            yield Violation(row=f"trajectory {row.id}", problem=problem, remedy=_DROP)
-
-
-def _problems(row: Any, with_calls: set[str], groups: set[str], committed: set[str]) -> Iterator[str]:
-    if row.id not in with_calls:
-        yield "it has no call"
-    if (row.state == TrajectoryState.OPEN) != (row.sealed_at is None):
-        yield f"it is {row.state} and {'was' if row.sealed_at is not None else 'was never'} sealed"
-    if row.state in (TrajectoryState.GROUPED, TrajectoryState.TRAINED) and row.group_id not in groups:
-        yield f"it is {row.state} and its group {row.group_id} is missing"
-    if row.state == TrajectoryState.TRAINED and row.round_id not in committed:
-        yield f"its round {row.round_id} is not committed: it may be trained a second time"
+        name = f"trajectory {row.id}"
+        if row.id not in with_calls:
+            yield Violation(name, "it has no call", _DROP)
+        if (row.state == TrajectoryState.OPEN) != (row.sealed_at is None):
+            was = "was" if row.sealed_at is not None else "was never"
+            yield Violation(name, f"it is {row.state} and {was} sealed", _DROP)
+        if row.state in (TrajectoryState.GROUPED, TrajectoryState.TRAINED) and row.group_id is None:
+            yield Violation(name, f"it is {row.state} and of no group", _DROP)
+        if row.state == TrajectoryState.TRAINED and row.round_id not in committed:
+            problem = f"its round {row.round_id} is not committed: it may be trained a second time"
+            yield Violation(name, problem, _DROP)
 
 
 def check_groups(connection: sa.Connection, page: Page) -> Iterator[Violation]:
@@ -293,47 +273,38 @@ def check_groups(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     trajectories, verdicts = schema.trajectories, schema.verdicts
     members: defaultdict[str, list[Any]] = defaultdict(list)
     columns = sa.select(trajectories.c.id, trajectories.c.group_id, trajectories.c.state, trajectories.c.alias)
-    for run in connection.execute(columns.where(trajectories.c.group_id.in_([row.id for row in page]))):
+    for run in connection.execute(columns.where(matches(trajectories, group_id=[row.id for row in page]))):
         members[run.group_id].append(run)
     judged = [row.id for row in page if row.state in (GroupState.JUDGED, GroupState.TRAINED)]
-    names = [run.id for group in judged for run in members[group]]
-    scored = sa.select(verdicts.c.trajectory_id).where(
-        verdicts.c.trajectory_id.in_(names), verdicts.c.score.is_not(None)
-    )
-    with_score = set(connection.scalars(scored))
+    scored = matches(verdicts, trajectory_id=[run.id for group in judged for run in members[group]])
+    query = sa.select(verdicts.c.trajectory_id).where(scored, verdicts.c.score.is_not(None))
+    with_score = set(connection.scalars(query))
     for row in page:
         name = f"group {row.id}"
         if not members[row.id]:
-            yield Violation(row=name, problem="it has no member", remedy="delete the row; nothing needs it")
+            yield Violation(name, "it has no member", "delete the row; nothing needs it")
         for run in members[row.id]:
             if run.state != _MEMBERS[GroupState(row.state)] or run.alias != row.alias:
                 problem = f"it is {row.state} of {row.alias}, its member {run.id} is {run.state} of {run.alias}"
-                yield Violation(row=name, problem=problem, remedy=_DROP)
+                yield Violation(name, problem, _DROP)
             if row.id in judged and run.id not in with_score:
-                problem = f"it is {row.state}, and no verdict scores its member {run.id}"
-                yield Violation(row=name, problem=problem, remedy=_DROP)
+                yield Violation(name, f"it is {row.state}, and no verdict scores its member {run.id}", _DROP)
 
 
 def check_verdicts(connection: sa.Connection, page: Page) -> Iterator[Violation]:
-    """Check that verdicts belong to an existing trajectory and to its group."""
+    """Check that verdicts are of their trajectory's group, and that the judge requests behind them are there."""
     trajectories, judge_requests = schema.trajectories, schema.judge_requests
-    wanted = sorted({row.trajectory_id for row in page})
-    query = sa.select(trajectories.c.id, trajectories.c.group_id).where(trajectories.c.id.in_(wanted))
+    query = sa.select(trajectories.c.id, trajectories.c.group_id)
+    query = query.where(matches(trajectories, id={row.trajectory_id for row in page}))
     groups = {row.id: row.group_id for row in connection.execute(query)}
-    requests = existing_values(
-        connection, judge_requests.c.id, {row.judge_request_id for row in page if row.judge_request_id}
-    )
+    requests = existing_values(connection, judge_requests.c.id, {row.judge_request_id for row in page})
     remedy = "delete the verdict, or restore what it names from a backup"
     for row in page:
-        name = f"verdict {row.id}"
-        if row.trajectory_id not in groups:
-            problem = f"its trajectory {row.trajectory_id} is missing"
-            yield Violation(row=name, problem=problem, remedy=remedy)
-        elif row.group_id is not None and groups[row.trajectory_id] != row.group_id:
-            problem = f"it is of group {row.group_id}, its trajectory is of {groups[row.trajectory_id]}"
-            yield Violation(row=name, problem=problem, remedy=remedy)
+        name, group_id = f"verdict {row.id}", groups.get(row.trajectory_id)
+        if row.group_id is not None and group_id != row.group_id:
+            yield Violation(name, f"it is of group {row.group_id}, its trajectory is of {group_id}", remedy)
         if row.judge_request_id and row.judge_request_id not in requests:
-            yield Violation(row=name, problem=f"its judge request {row.judge_request_id} is missing", remedy=remedy)
+            yield Violation(name, f"its judge request {row.judge_request_id} is missing", remedy)
 
 
 def check_rounds(connection: sa.Connection, page: Page) -> Iterator[Violation]:
@@ -345,10 +316,12 @@ def check_rounds(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     for row in page:
         if row.state == RoundState.COMMITTED and made.get(row.id) != (row.alias, row.to_version):
             problem = f"it is committed, and policy {row.alias}@{row.to_version} does not name it"
-            yield Violation(row=f"round {row.id}", problem=problem, remedy=remedy)
+            yield Violation(f"round {row.id}", problem, remedy)
 
 
 # Checks prompts, rollouts, resamples, and versions that share an adapter.
+
+_ROLL_BACK = "roll back to the version before that round"
 
 
 def check_prompts(_: sa.Connection, page: Page) -> Iterator[Violation]:
@@ -356,7 +329,7 @@ def check_prompts(_: sa.Connection, page: Page) -> Iterator[Violation]:
     for row in page:
         if prompt_id(row.mode, row.text, _families(row.families)) != row.id:
             remedy = "restore it from a backup; versions serve its current text"
-            yield Violation(row=f"prompt {row.id}", problem="its id does not match its text", remedy=remedy)
+            yield Violation(f"prompt {row.id}", "its id does not match its text", remedy)
 
 
 def _families(stored: Any) -> Mapping[str, str]:
@@ -371,12 +344,9 @@ def check_rollouts(connection: sa.Connection, page: Page) -> Iterator[Violation]
     """Check that rollouts of evaluations were not trained."""
     trajectories = schema.trajectories
     names = [row.id for row in page if row.purpose == "eval"]
-    trained = sa.select(trajectories.c.id).where(
-        trajectories.c.id.in_(names), trajectories.c.state == TrajectoryState.TRAINED
-    )
+    trained = sa.select(trajectories.c.id).where(matches(trajectories, id=names, state=TrajectoryState.TRAINED))
     for name in connection.scalars(trained):
-        problem = "it is of an evaluation, and its trajectory was trained"
-        yield Violation(row=f"rollout {name}", problem=problem, remedy="roll back to the version before that round")
+        yield Violation(f"rollout {name}", "it is of an evaluation, and its trajectory was trained", _ROLL_BACK)
 
 
 def check_resamples(connection: sa.Connection, page: Page) -> Iterator[Violation]:
@@ -390,8 +360,7 @@ def check_resamples(connection: sa.Connection, page: Page) -> Iterator[Violation
         .where(sa.func.coalesce(originals.c.group_id, "") != trajectories.c.group_id)
     )
     for name in connection.scalars(query):
-        problem = "it was trained, and not in the group of its original"
-        yield Violation(row=f"resample {name}", problem=problem, remedy="roll back to the version before that round")
+        yield Violation(f"resample {name}", "it was trained, and not in the group of its original", _ROLL_BACK)
 
 
 def check_policies(connection: sa.Connection) -> Iterator[Violation]:
@@ -404,25 +373,25 @@ def check_policies(connection: sa.Connection) -> Iterator[Violation]:
         if first != row.adapter:
             problem = f"vLLM knows it as {row.served_name}, and an earlier version of that name has adapter {first}"
             remedy = "restore the table policies from a backup; what it serves is the earlier version's adapter"
-            yield Violation(row=f"policy {row.alias}@{row.version}", problem=problem, remedy=remedy)
+            yield Violation(f"policy {row.alias}@{row.version}", problem, remedy)
 
 
 _MAX_KEPT = 1_000  # violations
 _NOT_JSON = "restore this row from a backup; until then what needs it is refused, or dropped as `damaged`"
 OnProgress = Callable[[str, int, int], None]  # table, rows checked now, rows in total
 
-# Table, key, page size and check.
-_CHECKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator[Violation]]], ...] = (
-    (schema.messages, "hash", 1_000, check_messages),
-    (schema.toolsets, "hash", 200, check_toolsets),
-    (schema.calls, "id", 200, check_calls),
-    (schema.trajectories, "id", 500, check_trajectories),
-    (schema.groups, "id", 200, check_groups),
-    (schema.verdicts, "id", 500, check_verdicts),
-    (schema.rounds, "id", 500, check_rounds),
-    (schema.prompts, "id", 200, check_prompts),
-    (schema.rollouts, "id", 500, check_rollouts),
-    (schema.resamples, "id", 500, check_resamples),
+Check = Callable[[sa.Connection, Page], Iterator[Violation]]
+_CHECKS: tuple[tuple[sa.Table, int, Check], ...] = (  # each with the size of its pages
+    (schema.messages, 1_000, check_messages),
+    (schema.toolsets, 200, check_toolsets),
+    (schema.calls, 200, check_calls),
+    (schema.trajectories, 500, check_trajectories),
+    (schema.groups, 200, check_groups),
+    (schema.verdicts, 500, check_verdicts),
+    (schema.rounds, 500, check_rounds),
+    (schema.prompts, 200, check_prompts),
+    (schema.rollouts, 500, check_rollouts),
+    (schema.resamples, 500, check_resamples),
 )
 
 
@@ -439,11 +408,12 @@ class VerificationReport:
         """Whether there is no violation."""
         return self.count == 0
 
-    def add(self, finding: Violation) -> None:
-        """Add a violation."""
-        self.count += 1
-        if len(self.findings) < _MAX_KEPT:
-            self.findings.append(finding)
+    def add(self, findings: Iterable[Violation]) -> None:
+        """Add violations."""
+        for finding in findings:
+            self.count += 1
+            if len(self.findings) < _MAX_KEPT:
+                self.findings.append(finding)
 
 
 def verify(store_url: str, on_progress: OnProgress = lambda table, rows, total: None) -> VerificationReport:
@@ -452,17 +422,14 @@ def verify(store_url: str, on_progress: OnProgress = lambda table, rows, total: 
     report = VerificationReport()
     try:
         ensure_schema(engine)
-        for finding in _check_file(engine):
-            report.add(finding)
+        report.add(_check_file(engine))
         with read(_with_snapshots(engine)) as connection:  # one row per version: few
-            for finding in check_policies(connection):
-                report.add(finding)
-        for table, key, size, check in _CHECKS:
+            report.add(check_policies(connection))
+        for table, size, check in _CHECKS:
             report.rows[table.name] = 0
-            for found, checked, total in _check_table(engine, table, table.c[key], size, check):
+            for found, checked, total in _check_table(engine, table, size, check):
                 report.rows[table.name] += checked
-                for finding in found:
-                    report.add(finding)
+                report.add(found)
                 on_progress(table.name, checked, total)
     finally:
         engine.dispose()
@@ -470,19 +437,15 @@ def verify(store_url: str, on_progress: OnProgress = lambda table, rows, total: 
 
 
 def _check_table(
-    engine: sa.Engine,
-    table: sa.Table,
-    key: sa.Column[str],
-    size: int,
-    check: Callable[[sa.Connection, Page], Iterator[Violation]],
+    engine: sa.Engine, table: sa.Table, size: int, check: Check
 ) -> Iterator[tuple[list[Violation], int, int]]:
     """Yield, by page, the violations, the number of rows checked, and the total."""
-    columns = undecoded(table)
+    (key,) = table.primary_key
+    query = sa.select(*undecoded(table)).order_by(key).limit(size)
     snapshots, last = _with_snapshots(engine), None
     with read(snapshots) as connection:
         total = int(connection.scalar(sa.select(sa.func.count()).select_from(table)) or 0)
     while True:
-        query = sa.select(*columns).order_by(key).limit(size)
         with read(snapshots) as connection:
             page = connection.execute(query if last is None else query.where(key > last)).all()
             found = list(check(connection, page)) if page else []
@@ -505,13 +468,10 @@ def _check_file(engine: sa.Engine) -> Iterator[Violation]:
     with read(engine) as connection:
         for (problem,) in connection.exec_driver_sql("PRAGMA quick_check(20)"):
             if problem != "ok":
-                yield Violation(row="the database file", problem=str(problem), remedy=remedy)
+                yield Violation("the database file", str(problem), remedy)
         for table, row, parent, _ in connection.exec_driver_sql("PRAGMA foreign_key_check").fetchmany(_MAX_KEPT):
-            yield Violation(
-                row=f"{table} rowid {row}",
-                problem=f"refers to a missing row of {parent}",
-                remedy=f"restore {parent} from a backup, or delete this row",
-            )
+            remedy = f"restore {parent} from a backup, or delete this row"
+            yield Violation(f"{table} rowid {row}", f"refers to a missing row of {parent}", remedy)
         for table in schema.metadata.sorted_tables:
             yield from _check_json(connection, table)
 
@@ -529,8 +489,5 @@ def _check_json(connection: sa.Connection, table: sa.Table) -> Iterator[Violatio
     for row in connection.execute(query):
         for name, is_wrong in zip(wrong, row[key:], strict=True):
             if is_wrong:
-                yield Violation(
-                    row=" ".join((table.name, *map(str, row[:key]))),
-                    problem=f"its {name} is not JSON",
-                    remedy=_NOT_JSON,
-                )
+                row_name = " ".join((table.name, *map(str, row[:key])))
+                yield Violation(row_name, f"its {name} is not JSON", _NOT_JSON)
