@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from ratchet.store.install_hint import plugin_hint
+from ratchet.store.errors import plugin_hint
 from ratchet.trainer.errors import PluginError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from ratchet.errors import CliError
-from ratchet.store.install_hint import install_hint
+from ratchet.store.errors import install_hint
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from ratchet.store.calls.calls import unnamed_messages
 from ratchet.store.calls.feedback import delete_pending_feedback, delete_pending_feedback_of
-from ratchet.store.calls.message_paths import unnamed_messages
 from ratchet.store.calls.shipping import MESSAGES_LOCK
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter, ids_with_successors
 from ratchet.store.db import schema

@@ -571,7 +571,7 @@ class WorkflowResult(Record, frozen=True):
 
 
 class Transcript(Record, frozen=True):
-    """A trajectory with its content: calls in order, and messages up to its last answer (content/last_answer.py)."""
+    """A trajectory with its content: calls in order, and messages up to its last answer (`content.messages`)."""
 
     trajectory: Trajectory
     calls: tuple[Call, ...]

@@ -1,16 +1,4 @@
-"""Confidence intervals of a mean that are valid for few values. Pure.
-
-The interval is Student's t with two half observations added to the variance, one at each end of the range of the
-scores, as Agresti and Min add half a pair to each cell (2005, "Simple improved confidence intervals for comparing
-matched proportions", Statistics in Medicine 24). Equal differences are weak evidence: without the half observations,
-five ties would be an exact zero, and a model that fails one task in fifty as good as one that never fails. In
-simulations over 4 to 100 tasks (`benchmarks/coverage.py`) the interval covers the true value in 87% of the worst case
-and in 92% to 100% of all others; plain t falls to 9%.
-
-Student's quantile is computed here, since the proxy and `ratchet status` report with it. It equals scipy.stats.t.ppf to
-1e-8, from 400 degrees of freedom on to 0.006 (a test compares them). scipy would add 216 MB to the base package's
-installation, 87 MB of memory to the proxy and 0.6 s to the first report.
-"""
+"""Which numbers are scores, and confidence intervals of their mean that are valid for few values. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +6,40 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+# Which numbers are scores: finite ones up to MAX_SCORE, because statistics add up their squares. Pure.
+
+MAX_SCORE = 1e9  # absolute
+SCORE_RANGE = f"from {-MAX_SCORE:g} to {MAX_SCORE:g}"  # in messages
+
+
+def number_of(value: Any) -> float | None:
+    """Return a finite number of at most MAX_SCORE, in absolute terms, as a float; None for any other value.
+
+    A number is what has `__float__`: also a bool, a Decimal, and an array of numpy or torch with one element.
+    """
+    if not hasattr(type(value), "__float__"):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # such as an array with several elements
+        return None
+    return number if abs(number) <= MAX_SCORE else None  # false for nan
+
+
+# Confidence intervals of a mean that are valid for few values. Pure.
+#
+# The interval is Student's t with two half observations added to the variance, one at each end of the range of the
+# scores, as Agresti and Min add half a pair to each cell (2005, "Simple improved confidence intervals for comparing
+# matched proportions", Statistics in Medicine 24). Equal differences are weak evidence: without the half observations,
+# five ties would be an exact zero, and a model that fails one task in fifty as good as one that never fails. In
+# simulations over 4 to 100 tasks (`benchmarks/coverage.py`) the interval covers the true value in 87% of the worst case
+# and in 92% to 100% of all others; plain t falls to 9%.
+#
+# Student's quantile is computed here, since the proxy and `ratchet status` report with it. It equals scipy.stats.t.ppf
+# to 1e-8, from 400 degrees of freedom on to 0.006 (a test compares them). scipy would add 216 MB to the base package's
+# installation, 87 MB of memory to the proxy and 0.6 s to the first report.
 
 CONFIDENCE = 0.95
 _NORMAL_FROM = 400  # degrees of freedom from which the normal distribution is used

@@ -22,8 +22,7 @@ from ratchet.store.db.engine import call_on_damage, connect, ensure_schema, miss
 from ratchet.store.deletion import Deletions
 from ratchet.store.errors import StoreDamaged, StoreError, StoreNotFound
 from ratchet.store.policies.base_models import BaseModels
-from ratchet.store.policies.policies import Policies
-from ratchet.store.policies.prompts import Prompts
+from ratchet.store.policies.policies import Policies, Prompts
 from ratchet.store.policies.releases import Releases
 from ratchet.store.policies.serving import Decisions
 from ratchet.store.training.groups import Groups

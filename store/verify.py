@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store.calls.message_paths import unnamed_messages
-from ratchet.store.calls.prompt_blocks import block_digests
+from ratchet.store.calls.calls import unnamed_messages
+from ratchet.store.calls.shipping import block_digests
 from ratchet.store.content.messages import ROOT, is_intact, is_intact_toolset
 from ratchet.store.db import schema
 from ratchet.store.db.column_types import NOT_DECODED, Body, Ids, decompress_token_ids, unpack_body
 from ratchet.store.db.engine import connect, ensure_schema, read
 from ratchet.store.db.verbs import chunks, matches
 from ratchet.store.errors import RecordDamaged
-from ratchet.store.policies.prompts import prompt_id
+from ratchet.store.policies.policies import prompt_id
 from ratchet.store.records import MessageNode, Record
 from ratchet.store.states import CallState, GroupState, RoundState, TrajectoryState
 

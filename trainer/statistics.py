@@ -12,7 +12,7 @@ from itertools import combinations
 
 import msgspec
 
-from ratchet.store.install_hint import install_hint
+from ratchet.store.errors import install_hint
 from ratchet.store.statistics import CONFIDENCE, interval
 from ratchet.trainer.errors import TuningError
 

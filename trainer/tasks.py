@@ -21,7 +21,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TextIO
 
-from ratchet.store.install_hint import install_hint
+from ratchet.store.errors import install_hint
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Trajectory
 from ratchet.trainer.errors import (

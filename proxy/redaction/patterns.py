@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.install_hint import install_hint
+from ratchet.store.errors import install_hint
 
 # The order matters: if two patterns match at the same position, the first one wins.
 BUILT_IN = {

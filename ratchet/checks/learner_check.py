@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratchet.checks.check_result import PATIENCE, CheckResult, no_project, see_log
 from ratchet.settings.project_settings import Settings
-from ratchet.store.install_hint import install_hint
+from ratchet.store.errors import install_hint
 from ratchet.store.records import BASE_VERSION
 from ratchet.store.reports.version_reports import REMEDY
 from ratchet.store.store import open_store

@@ -17,7 +17,7 @@ import click
 from ratchet import options
 from ratchet.errors import CliError
 from ratchet.output import progress_bars
-from ratchet.store.install_hint import install_hint
+from ratchet.store.errors import install_hint
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings

@@ -5,7 +5,7 @@
 
 import sys
 
-from ratchet.store.install_hint import plugin_hint
+from ratchet.store.errors import plugin_hint
 from ratchet.trainer.errors import PluginError
 
 try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from ratchet.errors import CliError
 from ratchet.settings.masking import mask_arguments, mask_variables
 from ratchet.settings.project_settings import STRICT_TOOL_CALLING, Settings
-from ratchet.store.install_hint import install_hint
+from ratchet.store.errors import install_hint
 from ratchet.supervisor.adapter_slots import max_cpu_loras, max_loras
 from ratchet.supervisor.output_parsers import OutputParsers, find_parsers
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files

@@ -15,9 +15,8 @@ import sqlalchemy as sa
 from ratchet.store import ids
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore, truncate_row
-from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import write
-from ratchet.store.db.verbs import Verbs, matches
+from ratchet.store.db.verbs import CachedCount, Verbs, matches
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import RESAMPLE, Record, Resample, Trajectory
 from ratchet.store.states import FINISH, RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before

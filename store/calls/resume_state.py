@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.prompt_blocks import Blocks
+from ratchet.store.calls.shipping import Blocks
 from ratchet.store.content.messages import parents_first
 from ratchet.store.content.token_sequences import TokenCall, sequences
 from ratchet.store.db import schema

@@ -1,12 +1,4 @@
-"""Writes calls with their messages and trajectories, in the caller's transaction.
-
-Guarantees: a repeated record changes nothing. A call opens a successor trajectory if its trajectory was grouped or
-finished, or has another version, purpose or key; the rest of an `unlinked` one is `unlinked`. A call whose start and
-end come together is written once; an end that comes later replaces the row, so that database pages stay full. Text is
-truncated to its column.
-
-Rows are locked in order of their ids, so that proxies that ship the same messages and trajectories do not deadlock.
-"""
+"""Writes calls with their messages, prompts and trajectories."""
 
 from __future__ import annotations
 
@@ -18,8 +10,6 @@ from typing import Any, NamedTuple
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store.calls import prompt_blocks as blocks
-from ratchet.store.calls.unlinked_parts import mark_rest
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import (
     execute_many,
@@ -29,9 +19,124 @@ from ratchet.store.db.bulk import (
     select_in,
     truncate_columns,
 )
+from ratchet.store.db.verbs import chunks
+from ratchet.store.errors import RecordDamaged
 from ratchet.store.ids import may_share_trajectory
-from ratchet.store.records import CallEnded, CallRecord, CallStarted, Choice, MessageNode, Record
+from ratchet.store.records import UNLINKED, CallEnded, CallRecord, CallStarted, Choice, MessageNode, Record
 from ratchet.store.states import IDLE, CallState, TrajectoryState
+
+# Stores forked prompts in blocks, so that an agent that re-renders its context each turn needs linear space.
+#
+# A forked prompt repeats nearly all of an earlier prompt, but does not begin with its parent's whole sequence. It is
+# cut into blocks of 256 tokens. Each block is stored once per trajectory, by its hash; the call keeps the hashes and
+# the tokens after the last full block. Blocks are deleted with their trajectory.
+
+_BLOCK = 256 * 4  # bytes of int32 ids
+_DIGEST = 16
+
+
+def split_prompt(context: str, prompt_ids: bytes) -> tuple[tuple[bytes, ...], bytes]:
+    """Return (full blocks, rest) of a call's prompt; only forks are cut."""
+    if context != "fork":
+        return (), prompt_ids
+    end = len(prompt_ids) - len(prompt_ids) % _BLOCK
+    return tuple(prompt_ids[at : at + _BLOCK] for at in range(0, end, _BLOCK)), prompt_ids[end:]
+
+
+def digest(block: bytes) -> bytes:
+    """Return the hash of a block."""
+    return blake2b(block, digest_size=_DIGEST).digest()
+
+
+def block_digests(named: bytes | None) -> list[bytes]:
+    """Return the hashes of a call's blocks, in order."""
+    return [named[at : at + _DIGEST] for at in range(0, len(named), _DIGEST)] if named else []
+
+
+class Blocks:
+    """The blocks of some calls, loaded together."""
+
+    def __init__(self, connection: sa.Connection, rows: Iterable[Any]) -> None:
+        wanted = {(row.trajectory_id, name) for row in rows for name in block_digests(row.prompt_blocks)}
+        table = schema.prompt_blocks
+        self._ids: dict[tuple[str, bytes], bytes] = {}
+        trajectories = sorted({run for run, _ in wanted})
+        for names in chunks(trajectories):
+            for row in connection.execute(sa.select(table).where(table.c.trajectory_id.in_(names))):
+                if (row.trajectory_id, row.digest) in wanted:
+                    self._ids[row.trajectory_id, row.digest] = row.token_ids
+
+    def full_prompt(self, row: Any) -> bytes:
+        """Return the whole prompt of a call. Raises RecordDamaged if a block is missing."""
+        if not row.prompt_blocks:
+            ids: bytes = row.prompt_ids
+            return ids
+        try:
+            blocks = [self._ids[row.trajectory_id, name] for name in block_digests(row.prompt_blocks)]
+        except KeyError as error:
+            raise RecordDamaged(f"a block of the prompt of call {row.id} is missing") from error
+        return b"".join([*blocks, row.prompt_ids])
+
+
+# Recognizes the rest of an `unlinked` trajectory that its proxy has forgotten: idle, evicted, or before a restart.
+#
+# Only calls that name the trajectory get here: for others, what an unlinked trajectory is continued by is decided where
+# it is known. Parts of a trajectory are itself and its successors.
+
+_MAX_PARTS = 16  # the latest that are read
+
+
+def mark_rest(connection: sa.Connection, start: CallStarted) -> CallStarted:
+    """Return the start of a call, `unlinked` if it goes on with an unlinked part of the trajectory that it names.
+
+    It does if it has a history, and this agent's latest part is unlinked, or an unlinked one gave an answer of that
+    history. A call without one begins again: clients also use a name for one run after the other.
+    """
+    is_rest = start.purpose == "live" and _is_rest(connection, start)
+    return msgspec.structs.replace(start, purpose=UNLINKED) if is_rest else start
+
+
+def _is_rest(connection: sa.Connection, start: CallStarted) -> bool:
+    parts = _parts(connection, start)
+    unlinked = [name for name, purpose in parts if purpose == UNLINKED]
+    if not unlinked:
+        return False
+    path = _path(connection, start.prompt_node)
+    if parts[-1][1] == UNLINKED:
+        return "assistant" in path.values()
+    calls, choices = schema.calls, schema.choices
+    answers = sa.select(choices.c.reply_node).join(calls, calls.c.id == choices.c.call_id)
+    return not path.keys().isdisjoint(connection.scalars(answers.where(calls.c.trajectory_id.in_(unlinked))))
+
+
+def _parts(connection: sa.Connection, start: CallStarted) -> list[tuple[str, str]]:
+    """Return id and purpose of the parts of this call's agent and key, the latest one last."""
+    table, origin = schema.trajectories, start.trajectory_id
+    last = int(connection.scalar(sa.select(table.c.successors).where(table.c.id == origin)) or 0)
+    names = [origin, *(f"{origin}~{number}" for number in range(max(1, last - _MAX_PARTS + 1), last + 1))]
+    columns = (table.c.id, table.c.purpose, table.c.key_id)
+    found = connection.execute(sa.select(*columns).where(table.c.id.in_(names), table.c.alias == start.alias))
+    own = {row.id: row.purpose for row in found if may_share_trajectory(row.key_id, start.key_id)}
+    return [(name, own[name]) for name in names if name in own]
+
+
+def _path(connection: sa.Connection, leaf: str) -> dict[str, str]:
+    """Return the roles of the messages from the root to `leaf`, by hash."""
+    table, up = schema.messages, schema.messages.alias("up")
+    chain = sa.select(table.c.hash, table.c.parent, table.c.role).where(table.c.hash == leaf)
+    path = chain.cte("path", recursive=True)
+    path = path.union_all(sa.select(up.c.hash, up.c.parent, up.c.role).where(up.c.hash == path.c.parent))
+    return {row.hash: row.role for row in connection.execute(sa.select(path.c.hash, path.c.role))}
+
+
+# Writes calls with their messages and trajectories, in the caller's transaction.
+#
+# Guarantees: a repeated record changes nothing. A call opens a successor trajectory if its trajectory was grouped or
+# finished, or has another version, purpose or key; the rest of an `unlinked` one is `unlinked`. A call whose start and
+# end come together is written once; an end that comes later replaces the row, so that database pages stay full. Text is
+# truncated to its column.
+#
+# Rows are locked in order of their ids, so that proxies that ship the same messages and trajectories do not deadlock.
 
 MESSAGES_LOCK = 0x52414D53  # advisory lock: shared to ship messages, exclusive to delete them
 _MAX_TASK_CHARS = 512  # longer values do not fit an index
@@ -181,8 +286,8 @@ def _cut_prompts(connection: sa.Connection, columns: dict[str, Sequence[Any]]) -
     left: list[bytes] = []
     stored: dict[tuple[str, bytes], bytes] = {}
     for run, context, prompt in zip(columns["trajectory_id"], columns["context"], columns["prompt_ids"], strict=True):
-        pieces, rest = blocks.split_prompt(context, prompt)
-        names = [blocks.digest(piece) for piece in pieces]
+        pieces, rest = split_prompt(context, prompt)
+        names = [digest(piece) for piece in pieces]
         stored |= {(run, name): piece for name, piece in zip(names, pieces, strict=True)}
         named.append(b"".join(names) or None)
         left.append(rest)

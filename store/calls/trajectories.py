@@ -12,17 +12,15 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.calls import load_calls
+from ratchet.store.calls.calls import incomplete, load_calls, load_path, load_tools, system_prompt
 from ratchet.store.calls.feedback import UNAPPLIED, feedback_of, unindexed
-from ratchet.store.calls.message_paths import incomplete, load_path, load_tools, system_prompt
 from ratchet.store.calls.tool_call_outcomes import tool_calls_of
 from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_without_tag, select_page_ids
 from ratchet.store.content.messages import last_answer_node, parents_first
 from ratchet.store.db import schema
 from ratchet.store.db.column_types import NOT_DECODED
-from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.verbs import MAX_PAGE, Verbs, chunks, matches
+from ratchet.store.db.verbs import MAX_PAGE, CachedCount, Verbs, chunks, matches
 from ratchet.store.errors import InvalidTransition, RecordDamaged, RecordNotFound
 from ratchet.store.records import GATHERED, Call, Trajectory, Transcript, row_to
 from ratchet.store.states import (

@@ -1,9 +1,11 @@
-"""What the operations on all tables share: an engine, one transaction for each query or change, and conditions."""
+"""What the operations on all tables share: one transaction for each query or change, conditions, and cached counts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, TypeVar
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 
@@ -11,6 +13,39 @@ from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import Record, row_to
+
+# Caches slow counts over all rows.
+#
+# A count that takes longer than 20 ms is cached for twenty times its duration, so that it uses at most a twentieth of
+# one core, however often it is requested. Fast counts are never cached.
+
+_T = TypeVar("_T")
+
+_FAST_SECONDS = 0.02
+_CACHE_FACTOR = 20
+
+
+class CachedCount(Generic[_T]):
+    """A cached count. One thread counts at a time."""
+
+    def __init__(self, count: Callable[[], _T]) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._value: _T | None = None
+        self._until = 0.0
+
+    def __call__(self) -> _T:
+        """Return the count, at most 20 times its duration old."""
+        with self._lock:
+            began = time.monotonic()
+            if self._value is None or began >= self._until:
+                self._value = self._count()
+                seconds = time.monotonic() - began
+                self._until = began + (_CACHE_FACTOR * seconds if seconds > _FAST_SECONDS else 0.0)
+            return self._value
+
+
+# What the operations on all tables share: an engine, one transaction for each query or change, and conditions.
 
 _R = TypeVar("_R", bound=Record)
 _V = TypeVar("_V")

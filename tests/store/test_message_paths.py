@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store.calls.message_paths import without_followers
+from ratchet.store.calls.calls import without_followers
 from ratchet.store.content.messages import conversation_range, path
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from ratchet.store.install_hint import install_hint
+from ratchet.store.errors import install_hint
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files as adapter_files
 from ratchet.trainer.errors import (
     AdapterStoreUnreachable,

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from ratchet.store.install_hint import install_hint
+from ratchet.store.errors import install_hint
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.rows.tokenizer import is_folder, why_not_loaded
 

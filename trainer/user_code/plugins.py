@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from ratchet.store.install_hint import install_hint, plugin_hint
+from ratchet.store.errors import install_hint, plugin_hint
 from ratchet.trainer.errors import PluginError
 
 JUDGES: Final = "ratchet.judges"

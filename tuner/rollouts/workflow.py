@@ -35,7 +35,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from shutil import which
 from typing import Any, BinaryIO, Protocol
 
-from ratchet.store.scores import SCORE_RANGE, number_of
+from ratchet.store.statistics import SCORE_RANGE, number_of
 from ratchet.trainer.errors import NotCallable, NotImportable, WorkflowError, WorkflowFailed
 from ratchet.trainer.user_code.entry_points import (
     ENTRY_POINT,

@@ -29,8 +29,8 @@ from ratchet.store.records import (
     pack_ids,
     pack_logprobs,
 )
-from ratchet.store.scores import SCORE_RANGE, number_of
 from ratchet.store.states import CallState, TuningState
+from ratchet.store.statistics import SCORE_RANGE, number_of
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.limits import components_problem, cut
 from ratchet.trainer.errors import TuningError

@@ -23,7 +23,7 @@ from ratchet.store.calls.feedback import CALL, RESPONSE, TRAJECTORY, Place
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.ids import new_id
 from ratchet.store.records import Feedback
-from ratchet.store.scores import MAX_SCORE, SCORE_RANGE
+from ratchet.store.statistics import MAX_SCORE, SCORE_RANGE
 from ratchet.store.store import Store
 
 BODY_LIMIT = 2**20

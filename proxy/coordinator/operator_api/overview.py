@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.db.count_cache import CachedCount
+from ratchet.store.db.verbs import CachedCount
 from ratchet.store.operation_records import JobProgress
 from ratchet.store.reasons import drop_meaning
 from ratchet.store.records import Policy, Round

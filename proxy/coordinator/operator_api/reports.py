@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from ratchet.proxy.coordinator.operator_api.json_responses import json_response, page_response, plain
 from ratchet.proxy.coordinator.operator_api.list_filters import Limit
 from ratchet.proxy.coordinator.operator_api.overview import Overview, concerns
-from ratchet.store.db.count_cache import CachedCount
+from ratchet.store.db.verbs import CachedCount
 from ratchet.store.records import Record
 from ratchet.store.store import Store
 

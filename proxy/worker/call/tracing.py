@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.telemetry.call_telemetry import CallTiming
 from ratchet.proxy.worker.http.request_identity import trace_headers
-from ratchet.store.install_hint import install_hint
+from ratchet.store.errors import install_hint
 from ratchet.store.records import OTHER, CallEnded
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from ratchet.store.errors import install_hint
 from ratchet.store.ids import new_id
-from ratchet.store.install_hint import install_hint
 from ratchet.store.records import JudgeRequest
 from ratchet.trainer.controller.judges.outages import is_unreached, remedy_of
 from ratchet.trainer.errors import JudgeAway, JudgeError, JudgeUnavailable, QuestionTooLong

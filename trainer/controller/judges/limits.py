@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ratchet.store.records import Verdict
-from ratchet.store.scores import SCORE_RANGE, number_of
+from ratchet.store.statistics import SCORE_RANGE, number_of
 
 MAX_COMPONENTS = 1000
 MAX_NAME_CHARS = 200  # of a component

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.store.scores import SCORE_RANGE, number_of
+from ratchet.store.statistics import SCORE_RANGE, number_of
 from ratchet.trainer.controller.judges.limits import MAX_FAILURE_CHARS, components_problem, cut
 
 
