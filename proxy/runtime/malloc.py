@@ -2,8 +2,8 @@
 
 By default glibc's threshold for separate mappings grows with use. Large bodies then come from the heap, where small
 long-lived objects behind them keep the memory from being returned: megabytes per large body. With this, 24 bodies of
-7 MiB leave less than 16 MiB behind (tests/proxy/test_memory.py), half of what they leave without. Smaller blocks stay
-on the heap, since a mapping costs page faults. Other C libraries are not affected.
+7 MiB leave less than 16 MiB behind (tests/proxy/test_token_contexts.py), half of what they leave without. Smaller
+blocks stay on the heap, since a mapping costs page faults. Other C libraries are not affected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several agents behind one proxy: each its versions, trajectories and keys; they come and go while it runs."""
+"""Several agents behind one proxy: each has its own model names, versions, keys and lists."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from urllib.parse import quote
 import pytest
 
 from ratchet.proxy.settings import ProxySettings
+from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
 from tests.harness.ports import free_port
 from tests.harness.proxy.running_proxy import Proxy, Start, running
@@ -20,7 +21,8 @@ from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.records import commit_round
 from tests.proxy.test_base_check import alarms, other, probe_results
-from tests.proxy.test_keys import bearer
+from tests.proxy.test_keys import bearer, made
+from tests.proxy.test_metrics import value
 from tests.proxy.test_other_models import entry
 from tests.proxy.test_rollouts import plan
 
@@ -341,3 +343,90 @@ def test_odd_names_of_agents_are_served_like_plain_ones(start: Start, store: Sto
         assert proxy.http.get(f"/v1/models/{quote(name, safe='')}").json()["id"] == name
     assert proxy.http.get("/metrics").status_code == 200
     assert proxy.http.get("/api/overview").status_code == 200
+
+
+@pytest.fixture
+def two_agents(start: Start, store: Store) -> Proxy:
+    """A proxy of three agents with a call of two of them, and a group, an alarm and feedback of each."""
+    two_agents = start(**several())
+    for agent in AGENTS[:2]:
+        for path in BODIES:
+            assert call(two_agents, agent, path).status_code == 200
+    two_agents.settled()
+    for agent in AGENTS[:2]:
+        names = [run.id for run in store.trajectories.page() if run.alias == agent]
+        assert two_agents.http.post("/api/feedback", json={"trajectory_id": names[0], "value": 1}).status_code == 201
+        for name in names:
+            store.trajectories.seal(name, 1e10)
+        store.groups.create(f"task:{agent}", agent, names, now=1e10)
+        store.alarms.raise_(f"no_signal:{agent}", "no variance")
+    store.alarms.raise_("proxy_journal_lost", "of no agent")
+    two_agents.settled()
+    eventually(lambda: len(two_agents.http.get("/api/feedback").json()["data"]) == 2)
+    return two_agents
+
+
+def rows(two_agents: Proxy, path: str, **query: Any) -> list[dict[str, Any]]:
+    answer = two_agents.http.get(f"/api/{path}", params=query)
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, Any]] = answer.json()["data"]
+    return found
+
+
+@pytest.mark.parametrize(("path", "count"), [("calls", 4), ("trajectories", 4), ("groups", 1), ("policies", 1)])
+def test_a_list_of_one_agent_has_its_records_only(two_agents: Proxy, path: str, count: int) -> None:
+    for agent in AGENTS[:2]:
+        assert [row["alias"] for row in rows(two_agents, path, alias=agent)] == [agent] * count
+    assert len(rows(two_agents, path)) == (3 if path == "policies" else 2 * count)
+    assert rows(two_agents, path, alias="nobody") == []
+
+
+def test_feedback_alarms_and_counts_are_those_of_one_agent(two_agents: Proxy, store: Store) -> None:
+    runs = {run.id: run.alias for run in store.trajectories.page()}
+    assert [runs[row["trajectory_id"]] for row in rows(two_agents, "feedback", alias="mail")] == ["mail"]
+    assert {row["name"] for row in rows(two_agents, "alarms", alias="mail")} == {"no_signal:mail", "proxy_journal_lost"}
+    assert {row["name"] for row in rows(two_agents, "alarms", alias="code")} == {"proxy_journal_lost"}
+    training = two_agents.http.get("/api/training", params={"alias": "mail"}).json()
+    assert (training["trajectories"]["grouped"], training["trajectories"]["open"]) == (4, 0)
+    overview = two_agents.http.get("/api/overview", params={"alias": "mail"}).json()
+    assert [one["alias"] for one in overview["aliases"]] == ["mail"]
+    assert overview["trajectories"]["grouped"] == 4
+    assert len(two_agents.http.get("/api/overview").json()["aliases"]) == 3
+
+
+def test_agents_are_listed_with_their_state(two_agents: Proxy, store: Store) -> None:
+    store.policies.register_base("former", "tiny-base")
+    states = {row["agent"]: (row["state"], row["live_version"]) for row in rows(two_agents, "agents")}
+    assert states == dict.fromkeys(AGENTS, ("serving", 0)) | {"former": ("not_served", 0)}
+
+
+def test_usage_is_counted_by_agent_and_key(start: Start, store: Store) -> None:
+    one, first = made(store, agents=("mail",))
+    two, second = made(store)
+    boss, _ = made(store, KeyScope.OPERATOR)
+    two_agents = start(**several())
+    for key, agent in ((one, "mail"), (two, "mail"), (two, "support"), (two, "support")):
+        assert call(two_agents, agent, key=key).status_code == 200
+    two_agents.settled()
+    answer = two_agents.http.get("/api/usage", headers=bearer(boss)).json()["data"]
+    calls = {(row["alias"], row["key_id"], row["purpose"]): row["calls"] for row in answer}
+    assert calls == {("mail", first.id, "live"): 1, ("mail", second.id, "live"): 1, ("support", second.id, "live"): 2}
+    stored = store.calls.page()
+    assert sum(row["prompt_tokens"] for row in answer) == sum(one.prompt_tokens for one in stored) > 0
+    only = two_agents.http.get("/api/usage", params={"alias": "support"}, headers=bearer(boss)).json()["data"]
+    assert [row["alias"] for row in only] == ["support"]
+    listed = two_agents.http.get("/api/keys", headers=bearer(boss)).json()["data"]
+    assert [row["agents"] for row in listed] == [["mail"], None, None]
+    assert not any("hash" in row for row in listed)
+    assert two_agents.http.get("/api/keys", headers=bearer(one)).status_code == 403
+
+
+def test_metrics_are_counted_by_agent(two_agents: Proxy) -> None:
+    for name in ("ratchet_calls_total", "ratchet_links_total"):
+        assert [value(two_agents, name, alias=agent) for agent in AGENTS] == [4, 4, 0]
+    assert value(two_agents, "ratchet_tokens_total", alias="mail") == value(
+        two_agents, "ratchet_tokens_total", alias="support"
+    )
+    assert value(two_agents, "ratchet_context_tokens_total", alias="mail") > 0
+    call(two_agents, "no-agent-of-ours")
+    assert "no-agent-of-ours" not in two_agents.http.get("/metrics").text, "clients add no label"

@@ -1,15 +1,24 @@
-"""The operator API."""
+"""The operator API, its audit log and the console over HTTP: who may read and change what, and what is kept of it."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ratchet.proxy.api_keys import hash_key, new_key
+from ratchet.proxy.coordinator.console.pages import _FOLDER
+from ratchet.store.operation_records import AuditEntry
 from ratchet.store.records import Verdict
-from ratchet.store.states import ToolOutcome, ToolResult
-from tests.harness.proxy.running_proxy import Proxy
+from ratchet.store.states import KeyScope, ToolOutcome, ToolResult
+from ratchet.store.store import Store
+from tests.harness.proxy import console_world
+from tests.harness.proxy.running_proxy import Proxy, Start
+from tests.harness.proxy.servers import eventually
 from tests.harness.records import answered_trajectory, commit_round, judged_group
 
 USER: Any = {"role": "user", "content": "hi"}
@@ -214,3 +223,203 @@ def test_rounds_page_by_key_and_a_judges_requests_are_read_verbatim(proxy: Proxy
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
     assert proxy.http.get(f"/api/groups/{group.id}/judge-requests").json()["data"] == []
     assert proxy.http.get("/api/groups/none/judge-requests").status_code == 404
+
+
+OLD = 1000.0  # Unix seconds
+CALL: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def made(store: Store, scope: KeyScope, name: str) -> tuple[dict[str, str], str]:
+    """The header and the id of a new key."""
+    key = new_key()
+    return {"authorization": f"Bearer {key}"}, store.keys.create(name, hash_key(key.encode()), scope).id
+
+
+def entries(store: Store, count: int) -> list[AuditEntry]:
+    """The new entries, oldest first, once there are so many and every outcome is known."""
+
+    def settled() -> list[AuditEntry]:
+        found = store.audit.page(since=OLD + 1)
+        return found if len(found) >= count and all(one.status is not None for one in found) else []
+
+    found: list[AuditEntry] = eventually(settled)
+    return sorted(found, key=lambda one: (one.at, one.id))
+
+
+@pytest.mark.slow
+def test_reads_and_changes_are_recorded_with_key_target_address_and_outcome(
+    start: Start, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent, _ = made(store, KeyScope.AGENT, "crawler")
+    ann, ann_id = made(store, KeyScope.OPERATOR, "ann")
+    bob, bob_id = made(store, KeyScope.OPERATOR, "bob")
+    old: Any = {"id": "audit_000", "at": OLD, "last_at": OLD, "count": 1, "actor": "eve", "status": 200}
+    store.audit.record([AuditEntry(**old, method="GET", route="/keys", target={})])
+    proxy = start(trusted_proxies=["127.0.0.1"], audit_days=1)
+    answer = proxy.http.post("/v1/chat/completions", json=CALL, headers=agent)
+    name = answer.headers["x-ratchet-trajectory"]
+    proxy.settled()
+    at = {"x-forwarded-for": "203.0.113.9"}
+    for _ in range(3):
+        assert proxy.http.get(f"/api/trajectories/{name}", headers=ann | at).status_code == 200
+    chosen = {"alias": "agent", "task": "ann@x"}
+    assert proxy.http.get("/api/trajectories", params=chosen, headers=ann).status_code == 200
+    assert proxy.http.get("/api/calls/call_none", headers=bob).status_code == 404
+    assert proxy.http.post(f"/api/trajectories/{name}/finish", headers=bob | at).status_code == 200
+    order = {"reason": "it is a secret"}
+    assert proxy.http.post("/api/policies/9/pin", params={"alias": "agent"}, json=order, headers=bob).status_code == 404
+    refused = proxy.http.get("/api/calls", headers={**agent, "x-request-id": "mine-7"})
+    assert refused.status_code == 403  # not an operator's
+    line = "event=operator_refused status=403 client=127.0.0.1 path='/api/calls' request_id='mine-7'"
+    assert line in caplog.text
+    found = entries(store, 5)
+    fields = ("key_id", "actor", "client", "method", "route", "target", "status", "count")
+    seen = [tuple(getattr(one, field) for field in fields) for one in found]
+    named, near, far = {"trajectory_id": name}, "127.0.0.1", "203.0.113.9"
+    assert seen == [
+        (ann_id, "ann", far, "GET", "/trajectories/{trajectory_id}", named, 200, 3),
+        (ann_id, "ann", near, "GET", "/trajectories", {"alias": "agent"}, 200, 1),
+        (bob_id, "bob", near, "GET", "/calls/{call_id}", {"call_id": "call_none"}, 404, 1),
+        (bob_id, "bob", far, "POST", "/trajectories/{trajectory_id}/finish", named, 200, 1),
+        (bob_id, "bob", near, "POST", "/policies/{version}/pin", {"alias": "agent", "version": "9"}, 404, 1),
+    ]
+    text = repr(found)
+    for secret in ("secret", "ann@x", agent["authorization"][7:], ann["authorization"][7:], bob["authorization"][7:]):
+        assert secret not in text
+    listed = proxy.http.get("/api/audit", params={"key": bob_id, "changes": True}, headers=ann).json()["data"]
+    eventually(lambda: "eve" not in {one.actor for one in store.audit.page()})
+    assert [one["route"] for one in listed] == ["/policies/{version}/pin", "/trajectories/{trajectory_id}/finish"]
+
+
+@pytest.mark.slow
+def test_without_keys_and_with_keys_of_the_environment_it_says_so(start: Start, store: Store, tmp_path: Path) -> None:
+    start().http.get("/api/agents")
+    (first,) = entries(store, 1)
+    assert (first.key_id, first.actor) == (None, "without a key")
+    hashed = hash_key(b"k-operator")
+    proxy = start(journal=tmp_path / "other", operator_hashes=[hashed], key_hashes=[hash_key(b"k-agent")])
+    assert proxy.http.get("/api/keys", headers={"x-api-key": "k-operator"}).status_code == 200
+    second = entries(store, 2)[-1]
+    assert (second.key_id, second.actor, second.route) == (hashed[:16], "RATCHET_OPERATOR_KEYS", "/keys")
+
+
+@pytest.mark.slow
+def test_what_an_agent_gives_feedback_on_is_not_an_operators_change(start: Start, store: Store) -> None:
+    agent, _ = made(store, KeyScope.AGENT, "crawler")
+    ann, _ = made(store, KeyScope.OPERATOR, "ann")
+    proxy = start()
+    name = proxy.http.post("/v1/chat/completions", json=CALL, headers=agent).headers["x-ratchet-trajectory"]
+    for key in (agent, ann):
+        answer = proxy.http.post("/api/feedback", json={"trajectory_id": name, "value": 1}, headers=key)
+        assert answer.status_code in (201, 202), answer.text
+    (only,) = entries(store, 1)
+    assert (only.actor, only.method, only.route, only.target) == ("ann", "POST", "/feedback", {})
+
+
+def test_a_change_that_cannot_be_recorded_does_not_happen(proxy: Proxy, store: Store, store_file: Path) -> None:
+    name = proxy.http.post("/v1/chat/completions", json=CALL).headers["x-ratchet-trajectory"]
+    proxy.settled()
+    with contextlib.closing(sqlite3.connect(store_file)) as database:
+        database.execute("ALTER TABLE audit_entries RENAME TO elsewhere")
+        assert proxy.http.post(f"/api/trajectories/{name}/finish").status_code == 503
+        assert store.trajectories.get(name).state == "open"
+        database.execute("ALTER TABLE elsewhere RENAME TO audit_entries")
+    assert proxy.http.post(f"/api/trajectories/{name}/finish").status_code == 200
+    assert [one.route for one in entries(store, 1)] == ["/trajectories/{trajectory_id}/finish"]
+
+
+def test_every_page_forbids_foreign_content(start: Start) -> None:
+    proxy = start()
+    for name in ("", *(path.name for path in _FOLDER.iterdir())):
+        answer = proxy.http.get(f"/ui/{name}")
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self';" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        security_headers = {
+            name: answer.headers[name] for name in ("x-frame-options", "x-content-type-options", "referrer-policy")
+        }
+        assert security_headers == {
+            "x-frame-options": "DENY",
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+        }
+        tag = answer.headers["etag"]
+        assert proxy.http.get(f"/ui/{name}", headers={"if-none-match": tag}).status_code == 304
+    assert proxy.http.get("/ui/../store.db").status_code == 404
+    assert proxy.http.post("/ui/").status_code == 405
+
+
+def test_no_script_turns_text_into_markup_or_calls_another_server() -> None:
+    for path in _FOLDER.iterdir():
+        text = path.read_text()
+        for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "srcdoc"):
+            assert forbidden not in text, f"{path.name}: {forbidden}"
+        if path.suffix in (".html", ".css", ".js"):
+            assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+            assert "https://" not in text
+
+
+def test_the_root_url_redirects_only_browsers_to_the_console(start: Start) -> None:
+    proxy = start()
+    led = proxy.http.get("/", headers={"accept": "text/html,*/*"})
+    assert (led.status_code, led.headers["location"]) == (307, "ui/")
+    assert proxy.http.get("/").status_code == 404
+    assert proxy.http.get("/ui").headers["location"] == "ui/"
+
+
+def test_the_console_can_be_turned_off(start: Start) -> None:
+    proxy = start(console=False)
+    assert [proxy.http.get(path, headers={"accept": "text/html"}).status_code for path in ("/", "/ui/")] == [404, 404]
+
+
+def test_with_keys_pages_are_public_but_not_their_data(start: Start, store: Store) -> None:
+    key = new_key()
+    proxy = start(key_hashes=frozenset({hash_key(b"rk-agent")}), operator_hashes=frozenset({hash_key(key.encode())}))
+    assert proxy.http.get("/ui/app.js").status_code == 200
+    assert proxy.http.get("/api/overview").status_code == 401
+    assert proxy.http.get("/api/overview", headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:1", "http://localhost:3000", "null"])
+def test_no_other_page_can_promote_delete_or_read(proxy: Proxy, origin: str) -> None:
+    """This includes pages of other servers on this machine; browsers send the page's origin."""
+    store = proxy.store
+    store.policies.register_base("mail", "mail")
+    commit_round(store, "mail", 1, checkpoint="c")
+    order, headers = {"reason": "because"}, {"origin": origin}
+    path = "/api/policies/1/promote?alias=mail"
+    assert proxy.http.post(path, json=order, headers=headers).status_code == 403
+    assert proxy.http.delete("/api/trajectories/x", headers=headers).status_code == 403
+    assert proxy.http.get("/api/overview", headers=headers).status_code == 403
+    form = {"content-type": "text/plain"}
+    assert proxy.http.post(path, content='{"reason": "x"}', headers=form).status_code == 422
+    assert store.policies.live()["mail"].version == 0
+    own = {"origin": str(proxy.http.base_url).rstrip("/")}
+    assert proxy.http.post(path, json=order, headers=own).status_code == 200
+    assert store.policies.live()["mail"].version == 1
+
+
+def test_a_foreign_host_name_that_resolves_here_reads_nothing(proxy: Proxy) -> None:
+    answer = proxy.http.get("/api/overview", headers={"host": "rebound.evil.example"})
+    assert (answer.status_code, "127.0.0.1 or localhost" in answer.text) == (403, True)
+
+
+def test_the_overview_reports_what_status_reports(start: Start, store: Store) -> None:
+    console_world.fill(store)
+    overview = start().http.get("/api/overview").json()
+    (alias,) = overview["aliases"]
+    whole = alias["learning"]["families"][0]
+    assert (alias["live"]["version"], alias["ramp"]["version"], whole["gain"]["verdict"]) == (4, 5, "better")
+    assert any(re.search("before: @0 .* 30 scores", text) for text in alias["learning"]["notes"])
+    (work,) = alias["progress"]
+    assert (work["done"], work["total"], work["seconds_per_item"], work["eta_seconds"]) == (3, 8, 4.0, 20.0)
+    assert work["means"] == {"tokens": 42.67, "reward": 0.5}
+    assert sum(overview["trajectories"].values()) == 202
+    assert [one["to_version"] for one in overview["rounds"]] == [5, 4, 3, 2, 1]
+    newest = overview["rounds"][0]["metrics"]
+    assert (newest["rows"], newest["rows_rejected"]) == (8, 1)
+    assert re.search("0.004 nats .* rate 0.002: healthy", overview["rounds"][0]["policy_movement"])
+    assert overview["alarms"][0]["name"] == "no_signal"

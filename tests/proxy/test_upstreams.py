@@ -1,20 +1,26 @@
-"""Several replicas: routing, failover and recovery."""
+"""Upstreams: choice by load and shared prefix, failures, and replicas that come and go."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from ratchet.proxy.errors import UpstreamUnreachable
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.circuit_breaker import BreakerState, CircuitBreaker
+from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.store.store import Store
@@ -342,3 +348,215 @@ def test_a_replica_killed_under_load_fails_only_started_streams_and_returns_with
     finally:
         for replica in replicas:
             replica.kill()
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def prefix_pool(slack: int = 16) -> ReplicaPool[Replica]:
+    return ReplicaPool([Replica(url, CircuitBreaker(failures=1, cool_off=1.0)) for url in URLS], ProxyMetrics(), slack)
+
+
+def serve(replicas: ReplicaPool[Replica], trajectory: str, prefix: str) -> Replica:
+    """Return the replica that gets a call; the call stays in flight."""
+    used: list[Replica] = []
+
+    async def send(replica: Replica) -> HttpResponse:
+        used.append(replica)
+        return cast("HttpResponse", OpenAnswer())
+
+    asyncio.run(replicas.send(trajectory, send, prefix=prefix))
+    return used[-1]
+
+
+class OpenAnswer(HttpResponse):
+    """A response that stays open."""
+
+    def __init__(self) -> None:
+        self.status = 200
+
+    def on_close(self, closed: Any) -> None:
+        """Never closed."""
+
+
+def test_trajectories_that_begin_alike_share_a_replica_and_others_spread() -> None:
+    replicas = prefix_pool()
+    alike = {replicas.order(f"traj_{n}", prefix="agent@1 task 7")[0].url for n in range(100)}
+    assert len(alike) == 1
+    tasks = Counter(replicas.order("traj", prefix=f"agent@1 task {n}")[0].url for n in range(400))
+    assert min(tasks.values()) > 60, f"prefixes spread over all replicas: {tasks}"
+    versions = {replicas.order("traj", prefix=f"agent@{n} task 7")[0].url for n in range(40)}
+    assert versions == set(URLS), "versions share no cache entries"
+
+
+def test_within_the_slack_a_popular_prefix_takes_one_replica_and_beyond_it_all() -> None:
+    replicas = prefix_pool(slack=4)
+    first = [serve(replicas, f"traj_{n}", "agent@1 popular").url for n in range(4)]
+    assert len(set(first)) == 1
+    for number in range(4, 100):
+        serve(replicas, f"traj_{number}", "agent@1 popular")
+    loads = [replica.in_flight for replica in replicas.replicas]
+    assert (sum(loads), max(loads) - min(loads) <= 4) == (100, True), loads
+
+
+def test_a_trajectory_stays_where_it_was_answered() -> None:
+    replicas = prefix_pool(slack=4)
+    preferred = replicas.order("traj_a", prefix="p")[0]
+    preferred.in_flight = 4
+    moved = serve(replicas, "traj_a", "p")
+    assert moved is not preferred
+    preferred.in_flight = 0
+    assert replicas.order("traj_a", prefix="p")[0] is moved, "its own prefix is longer than the shared one"
+    moved.in_flight = 4
+    assert replicas.order("traj_a", prefix="p")[0] is not moved
+    moved.in_flight = 0
+    replicas.mark_failed(moved, "gone")
+    assert moved not in replicas.order("traj_a", prefix="p")
+
+
+@pytest.fixture
+def three() -> Iterator[list[tuple[ScriptedVllm, str]]]:
+    apps = [ScriptedVllm() for _ in range(3)]
+    with served(apps[0]) as one, served(apps[1]) as two, served(apps[2]) as last:
+        yield list(zip(apps, (one, two, last), strict=True))
+
+
+def ask_with_prefix(proxy: Proxy, job: str, *texts: str, **fields: Any) -> None:
+    messages: list[Any] = [{"role": "system", "content": "You are kind."}]
+    for text in texts:
+        messages.append({"role": "user", "content": text})
+        sent = {"model": "agent", "messages": messages, **fields}
+        answer = proxy.http.post(f"/t/{job}/v1/chat/completions", json=sent)
+        assert answer.status_code == 200
+        messages.append(answer.json()["choices"][0]["message"])
+
+
+def test_attempts_at_one_task_share_a_replica(start: Start, three: list[tuple[ScriptedVllm, str]]) -> None:
+    proxy = start(upstreams=tuple(url for _, url in three))
+    for number in range(6):
+        ask_with_prefix(proxy, f"attempt-{number}", "task seven", f"turn {number}", tools=TOOLS)
+    served_by = [SimpleNamespace(app=app, calls=len(app.calls)) for app, _ in three if app.calls]
+    assert [one.calls for one in served_by] == [12], "every turn of every attempt"
+    for number in range(40):
+        ask_with_prefix(proxy, f"other-{number}", f"task {number}")
+    assert all(app.calls for app, _ in three)
+
+
+@pytest.fixture
+def other_replica() -> Iterator[tuple[ScriptedVllm, str]]:
+    app = ScriptedVllm()
+    with served(app) as url:
+        yield app, url
+
+
+def test_a_version_goes_only_to_the_replicas_that_are_proven_to_serve_it() -> None:
+    replicas = pool()
+    proven = [URLS[1], URLS[3]]
+    firsts = {replicas.order(f"traj_{n}", proven)[0].url for n in range(100)}
+    assert firsts == set(proven)
+    assert {replica.url for replica in replicas.order("", proven)} == set(proven)
+    replicas.mark_failed(replicas.replicas[1], "gone")
+    replicas.mark_failed(replicas.replicas[3], "gone")
+    assert {replica.url for replica in replicas.order("traj", proven)} == set(proven)  # never an unproven one
+
+
+def test_if_every_proven_replica_has_left_the_others_serve() -> None:
+    assert len(pool().order("traj", ["http://left"])) == 3
+
+
+def test_without_a_replica_the_error_names_the_reason() -> None:
+    with pytest.raises(UpstreamUnreachable, match="list of upstreams is empty"):
+        pool([]).order("traj")
+
+
+def test_a_trajectory_keeps_its_replica_when_another_joins_or_leaves() -> None:
+    replicas = pool(URLS[:3])
+    names = [f"traj_{n}" for n in range(100)]
+    before = {name: replicas.order(name)[0].url for name in names}
+    replicas.replace([*replicas.replicas, *pool(URLS[3:]).replicas])
+    after = {name: replicas.order(name)[0].url for name in names}
+    assert {after[name] for name in names if after[name] != before[name]} == {URLS[3]}
+
+
+_numbers = itertools.count()  # each trajectory begins in its own way, so that they spread
+
+
+def say(proxy: Proxy, model: str, times: int = 12) -> None:
+    agent = proxy.agent()
+    for _ in range(times):
+        agent.chat.completions.create(model=model, messages=[{"role": "user", "content": f"{next(_numbers)} {model}"}])
+
+
+@pytest.mark.slow
+def test_replicas_come_and_go_while_the_proxy_runs(
+    start: Start, vllm: ScriptedVllm, vllm_url: str, other_replica: tuple[ScriptedVllm, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "replicas.txt"
+    file.write_text(f"{vllm_url}\n")
+    proxy = start(upstreams=(f"file:{file}",))
+    promote(proxy, 1)
+    proxy.store.policies.record_replicas("agent", "agent@1", [vllm_url])
+    file.write_text(f"{vllm_url}\n{other_replica[1]}\n")
+
+    def upstreams() -> set[str]:
+        return {one["url"] for one in proxy.http.get("/health/ready").json()["upstreams"] if one["up"]}
+
+    eventually(lambda: upstreams() == {vllm_url, other_replica[1]})
+    eventually(lambda: vllm_url in str(proxy.http.get("/metrics").text))
+    before = len(other_replica[0].calls)
+    say(proxy, "agent")
+    assert len(other_replica[0].calls) == before  # the new one is not proven yet
+    proxy.store.policies.record_replicas("agent", "agent@1", [vllm_url, other_replica[1]])
+
+    def reached() -> bool:
+        say(proxy, "agent", 2)
+        return len(other_replica[0].calls) > before
+
+    eventually(reached)
+    file.write_text(f"{other_replica[1]}\n")
+    eventually(lambda: upstreams() == {other_replica[1]})
+    gone = len(vllm.calls)
+    say(proxy, "agent")
+    assert len(vllm.calls) == gone
+    assert f'upstream="{vllm_url}"' not in proxy.http.get("/metrics").text
+    file.write_text("not a url\n")  # leaves the list as it is
+    say(proxy, "agent", 2)
+
+
+@pytest.mark.slow
+def test_a_replica_that_leaves_is_drained_as_metrics_show(
+    start: Start, vllm: ScriptedVllm, vllm_url: str, other_replica: tuple[ScriptedVllm, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "replicas.txt"
+    file.write_text(f"{vllm_url}\n")
+    proxy = start(upstreams=(f"file:{file}",))
+    long = {"model": "agent", "stream": True, "messages": [{"role": "user", "content": "#tokens=9000 #delay=0.05"}]}
+
+    def shown(name: str) -> str | None:
+        found = [
+            line for line in proxy.http.get("/metrics").text.splitlines() if line.startswith(name) and vllm_url in line
+        ]
+        return found[0].split()[-1] if found else None
+
+    with httpx.stream("POST", f"{proxy.url}/v1/chat/completions", json=long, timeout=60) as answer:
+        pieces = answer.iter_raw()
+        next(pieces)
+        file.write_text(f"{other_replica[1]}\n")
+        eventually(lambda: shown("ratchet_upstream_up") == "0.0")
+        assert shown("ratchet_upstream_in_flight") == "1.0"
+        say(proxy, "agent", 3)
+        assert len(vllm.calls) == 1, "a replica that drains gets no new calls"
+        next(pieces)
+    eventually(lambda: shown("ratchet_upstream_in_flight") is None)
+
+
+def test_a_replica_that_comes_back_while_it_drains_serves_again() -> None:
+    replicas = pool(URLS[:2])
+    one, two = replicas.replicas
+    one.in_flight = 1
+    replicas.replace([two])
+    assert (replicas.draining, one.is_up()) == ((one,), False)
+    replicas.replace([one, two])
+    assert (replicas.draining, one.is_up()) == ((), True)
+    one.release()
+    assert one in replicas.order("traj")

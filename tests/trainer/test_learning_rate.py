@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -10,9 +11,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file
 
+from ratchet.settings.project_settings import Settings
+from ratchet.status import next_round, next_round_line
+from ratchet.store.records import Group
+from ratchet.store.states import GroupState
+from ratchet.store.store import Store
+from ratchet.trainer.controller.rounds.backlog import RoundSize
+from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.learning_rate import (
@@ -26,8 +35,14 @@ from ratchet.trainer.learner.learning_rate import (
     target,
     target_shift,
 )
+from ratchet.trainer.learner_api import RoundReport
+from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
-from tests.harness.trainer.tiny import build_rows
+from tests.harness.records import judged_group
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.stepped_controller import SteppedController
+from tests.harness.trainer.tiny import build_row, build_rows
+from tests.trainer.test_backlog import backlog
 
 TINY = Bounds(1e-6, 2e-3, 1e-2)
 TARGET = 0.005
@@ -266,3 +281,191 @@ def test_a_learner_follows_its_schedule_over_a_restart_and_decays_its_weights(ti
         return float(sum(weight.float().square().sum() for name, weight in weights.items() if "lora_A" in name))
 
     assert norm(0.9) < norm(0.0)
+
+
+SETTINGS = LearnerSettings(steps_per_round=2, threads=1)
+
+LearnerMaker = Callable[..., Learner]
+
+
+class Collapsing(Learner):
+    """A learner whose first rounds make good answers less likely, as its report says; the third does not."""
+
+    def train_round(self, rows: Sequence[TokenRow], *how: Any) -> RoundReport:
+        found = super().train_round(rows, *how)
+        return replace(found, logprob_change_positive_mean=-0.05 if found.step < 3 else 0.01)
+
+
+@pytest.fixture
+def make_learner(tiny_model: Path) -> LearnerMaker:
+    def make(settings: LearnerSettings = SETTINGS, *, resume_from: Path | None = None) -> Learner:
+        return Learner(str(tiny_model), settings, resume_from=resume_from)
+
+    return make
+
+
+def train(learner: Learner, rounds: range) -> list[RoundReport]:
+    return [replace(learner.train_round(build_rows(6, seed=number)), seconds=0.0) for number in rounds]
+
+
+@pytest.mark.slow
+def test_a_rate_that_steers_itself_is_resumed_bit_for_bit(make_learner: LearnerMaker, tmp_path: Path) -> None:
+    steady = make_learner()
+    first, second = train(steady, range(2))
+    assert second.learning_rate != first.learning_rate == 2e-3
+    steady.save(tmp_path / "0001")
+    expected = train(steady, range(2, 5))
+    resumed = make_learner(resume_from=tmp_path / "0001")
+    assert train(resumed, range(2, 5)) == expected
+    for learner, name in ((resumed, "0002"), (steady, "0003")):
+        learner.save(tmp_path / name)
+    ours, theirs = (load_file(tmp_path / name / "learner" / "lora.safetensors") for name in ("0002", "0003"))
+    assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+    steady.load(tmp_path / "0001", SETTINGS)  # a rollback, in place
+    assert train(steady, range(2, 5)) == expected
+    steady.load(None, SETTINGS)
+    assert train(steady, range(2)) == [first, second]
+    steady.load(None, replace(SETTINGS, loss_type="sft"))  # a warm start is not steered
+    assert [report.learning_rate for report in train(steady, range(2))] == [2e-3, 2e-3]
+
+
+def test_a_rate_set_by_hand_stays_whatever_the_rounds_move(make_learner: LearnerMaker, tmp_path: Path) -> None:
+    steered = make_learner()
+    train(steered, range(2))
+    steered.save(tmp_path / "0001")
+    fixed = make_learner(replace(SETTINGS, learning_rate=3e-5), resume_from=tmp_path / "0001")
+    assert [report.learning_rate for report in train(fixed, range(3))] == [3e-5] * 3
+
+
+@pytest.mark.parametrize("loss", ["dapo", "sft"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_movement_is_the_one_computed_by_hand(loss: str, steps: int, make_learner: LearnerMaker) -> None:
+    learner = make_learner(
+        replace(SETTINGS, loss_type=loss, steps_per_round=steps, learning_rate=1e-2, token_budget=64)
+    )
+    rows = [build_row(number, advantage=1.0 - number % 2 * (loss != "sft") * 2) for number in range(4)]
+    before = learner.score(rows)
+    report = learner.train_round(rows)
+    pairs = zip(rows, before, learner.score(rows), strict=True)
+    gaps = [
+        (row.advantage, new - old)
+        for row, olds, news in pairs
+        for old, new, on in zip(olds, news, row.mask, strict=True)
+        if on
+    ]
+    good = [gap for advantage, gap in gaps if advantage > 0]
+    assert report.approx_kl_tokens == len(gaps)
+    assert report.approx_kl == pytest.approx(sum(math.exp(g) - 1 - g for _, g in gaps) / len(gaps), rel=1e-2)
+    assert report.logprob_change_abs_mean == pytest.approx(sum(abs(g) for _, g in gaps) / len(gaps), rel=1e-3)
+    assert report.logprob_change_positive_mean == pytest.approx(sum(good) / len(good), rel=1e-3)
+    assert report.approx_kl > 1e-5
+
+
+@pytest.mark.slow
+def test_a_round_that_makes_good_answers_less_likely_raises_an_alarm_until_one_does_not(
+    store: Store, make_controller: Callable[..., SteppedController], tiny_model: Path, tmp_path: Path
+) -> None:
+    controller = make_controller(groups_per_round=9)
+    runner = RoundRunner(store, "agent", tmp_path / "checkpoints")
+    learner = Collapsing(str(tiny_model), replace(SETTINGS, steps_per_round=1))
+    for version, names in enumerate((["collapse:agent"], ["collapse:agent"], [])):
+        for task in "ab":
+            agents_work(store, f"{task}{version}", [0.0, 1.0])
+        controller.step(1000.0)
+        runner.run_round(learner, store.groups.awaiting_round("agent"), version)
+        assert [alarm.name for alarm in store.alarms.active()] == names
+    (held, *_) = store.rounds.page("agent")
+    assert held.metrics["approx_kl"] > 0
+    assert held.metrics["learning_rate"] > 0
+
+
+class RecordingLearner:
+    """A learner that only notes the rounds that it is given."""
+
+    step = 0
+
+    def __init__(self, unfit: Sequence[str] = ()) -> None:
+        self.scales: list[float] = []
+        self._unfit = unfit
+
+    def unfit(self, row: TokenRow) -> str | None:
+        return "another model's" if row.trajectory_id in self._unfit else None
+
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        self.scales.append(rate_scale)
+        return RoundReport(0.0, 0.0, 0.0, 0.0, 1, len(rows), 1, 1, 0.0, 0.0, 0, 0.0, 0.0, 1.0)
+
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str | Path = True
+    ) -> list[tuple[float, ...]]:
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> None:
+        Path(folder).mkdir(parents=True)
+
+    def load(self, folder: str | Path | None, settings: LearnerSettings) -> None:
+        raise NotImplementedError
+
+
+def group(members: int) -> Group:
+    names = tuple(map(str, range(members)))
+    return Group(
+        id="g", key="k", alias="a", state=GroupState.JUDGED, formed_at=0.0, members=names, initial_size=members
+    )
+
+
+def test_many_small_rounds_add_as_much_noise_as_one_whole_round_of_the_same_samples() -> None:
+    size = RoundSize(groups_per_round=16, num_generations=8)
+    assert size.rate_scale([group(8)] * 16) == size.rate_scale([group(8)] * 40) == 1.0
+    for count in (1, 2, 4, 8):
+        rounds = 16 // count
+        assert rounds * size.rate_scale([group(8)] * count) ** 2 == pytest.approx(1.0)
+    assert size.rate_scale([group(1)]) == pytest.approx(math.sqrt(1 / 128))
+
+
+def test_a_round_begins_whole_or_late_and_never_below_its_least(store: Store) -> None:
+    waiting = backlog(store, round_wait_seconds=600.0, min_groups_per_round=2)
+    assert [waiting.is_round_due(*case) for case in ((16.0, 0.0), (15.5, 599.0), (2.0, 600.0), (1.875, 1e9))] == [
+        True, False, True, False,
+    ]  # fmt: skip
+
+
+def test_a_round_takes_the_step_that_its_trained_groups_are_worth(store: Store, tmp_path: Path) -> None:
+    groups = [judged_group(store, [f"{task}1", f"{task}2"], [0.0, 1.0], task=task) for task in "abcd"]
+    for one in groups:  # the judge has seen their calls
+        verdicts = store.groups.verdicts(one.members).values()
+        store.groups.replace_verdicts([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
+    learner = RecordingLearner(unfit=["d1", "d2"])
+    runner = RoundRunner(store, "agent", tmp_path, size=RoundSize(groups_per_round=12, num_generations=2))
+    candidate = runner.run_round(learner, groups, 0)
+    assert candidate is not None
+    assert learner.scales == [0.5]  # of three groups of twelve: the fourth held nothing to train
+    assert store.rounds.get(candidate.round_id or "").metrics["rate_scale"] == 0.5
+
+
+def test_a_scaled_round_moves_the_weights_less_and_leaves_the_rate_alone(tiny_model: Path) -> None:
+    settings = LearnerSettings(learning_rate=1e-3, threads=1)
+    whole, small = (Learner(str(tiny_model), settings) for name in "ab")
+    rows = build_rows(6)
+    moved = whole.train_round(rows).weight_change
+    assert small.train_round(rows, 0.25).weight_change == pytest.approx(0.25 * moved, rel=1e-3)
+    again = build_rows(6, seed=2)
+    ratio = small.train_round(again).weight_change / whole.train_round(again).weight_change
+    assert ratio == pytest.approx(1.0, rel=0.2)
+
+
+def test_one_vote_does_not_move_the_policy_as_a_whole_round_does(tiny_model: Path) -> None:
+    size = RoundSize(groups_per_round=2, num_generations=8)
+    settings = LearnerSettings(learning_rate=1e-3, threads=1)
+    one, many = (Learner(str(tiny_model), settings) for name in "ab")
+    vote = one.train_round([build_row(1, advantage=1.0)], size.rate_scale([group(1)])).weight_change
+    whole = many.train_round([replace(row, advantage=1.0) for row in build_rows(16)], size.rate_scale([group(8)] * 2))
+    assert vote < 0.3 * whole.weight_change
+
+
+def test_status_says_what_the_next_round_waits_for(store: Store) -> None:
+    judged_group(store, ["a", "b"], [0.0, 1.0])
+    settings = Settings(model="agent", trainer={"judge": "a:b", "groups_per_round": 12, "min_groups_per_round": 3})
+    waits = next_round(store, settings)
+    assert waits is not None
+    assert next_round_line(waits) == "1 of 12 groups judged; it starts with fewer after 600 s, but with 3 at least"

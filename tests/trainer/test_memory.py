@@ -22,7 +22,7 @@ from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_rows
-from tests.trainer.test_round_size import RecordingLearner
+from tests.trainer.test_learning_rate import RecordingLearner
 
 
 class Cramped(RecordingLearner):

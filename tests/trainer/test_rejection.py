@@ -18,7 +18,7 @@ from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.records import commit_round, judged_group
 from tests.harness.trainer.tiny import build_row
-from tests.trainer.test_round_size import RecordingLearner
+from tests.trainer.test_learning_rate import RecordingLearner
 
 
 def left(off: float, ages: Sequence[int | None], limit: float | None = 2.0) -> list[bool]:

@@ -38,7 +38,7 @@ from tests.harness.packages import environment_without_plugins
 from tests.harness.trainer.tiny import build_tiny_model
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import WorldEvaluate, search
-from tests.trainer.test_monitors import committed_round
+from tests.trainer.test_metrics import committed_round
 from tests.trainer.test_ruler import member
 from tests.tuner.test_prompt_optimizers import reflection
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from ratchet.store.operation_records import Tuning
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState, TuningKind, TuningState
 from ratchet.trainer.statistics import Compared, ComparisonVerdict, Missing, compare
-from ratchet.tuner.reports import TuningReport, TuningResult, plain, report, task_set
+from ratchet.tuner.reports import TuningReport, TuningResult, fingerprint, plain, read, report, task_set
 from ratchet.tuner.rollouts.prices import UNKNOWN, Money, RolloutCost
 
 TASKS = [f"task{number}" for number in range(10)]
@@ -160,3 +161,20 @@ def test_a_run_that_found_nothing_says_so_instead_of_not_measured() -> None:
     }  # fmt: skip
     runs.add("weights", best=None, gain=None, promoted="policy@4")
     assert effect_cells(runs.report().rows[2])[2] == "not measured"
+
+
+def test_a_result_is_read_back_as_it_was_written() -> None:
+    gain = compare({"a": (1.0,), "b": (1.0,)}, {"a": (0.0,), "b": (1.0,)}, names=("policy@1", "policy@0"))
+    result = TuningResult(
+        method="weights", technique="GRPO", alias="policy", task_set=task_set("tasks/", "test", ["a", "b"]),
+        judge="judge:1234", workflow="agent:workflow", baseline="policy@0", best="policy@1", gain=gain,
+        spent=RolloutCost(rollouts=4, prompt_tokens=100, money=UNKNOWN), promoted="policy@1",
+        details={"rounds": [1, 2]},
+    )  # fmt: skip
+    assert read(json.loads(json.dumps(plain(result)))) == result
+
+
+def test_the_same_tasks_have_the_same_name_in_any_order() -> None:
+    assert fingerprint(["a", "b", "a"]) == fingerprint(["b", "a"]) != fingerprint(["a", "c"])
+    assert fingerprint(["mail/a", "math/b"]) == fingerprint(["a", "b"])
+    assert len(fingerprint([])) == 16

@@ -404,7 +404,7 @@ def choose_attention(model: Any, setting: str) -> None:
         ) from error
 
 
-# Model types that accept any attention mask and explicit positions; tests/trainer/test_shared_prefixes.py checks them.
+# Model types that accept any attention mask and explicit positions; tests/trainer/test_turns.py checks them.
 SHARING_MODEL_TYPES = ("granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 
 

@@ -10,7 +10,7 @@ from ratchet.store.store import Store, open_store
 from ratchet.trainer.observability.monitors import monitored
 from tests.harness.cli.project import Project
 from tests.harness.records import commit_round, judged_group
-from tests.trainer.test_monitors import WAIT, committed_round
+from tests.trainer.test_metrics import WAIT, committed_round
 
 
 def curve(read: EventAccumulator, name: str) -> list[tuple[int, float]]:

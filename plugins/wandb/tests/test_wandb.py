@@ -14,7 +14,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from ratchet.store.store import Store
 from ratchet.trainer.observability.monitors import monitored
 from tests.harness.cli.project import wait_for
-from tests.trainer.test_monitors import WAIT, committed_round
+from tests.trainer.test_metrics import WAIT, committed_round
 
 
 def read_wandb(file: Path) -> Iterator[dict[str, Any]]:
