@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ratchet import __version__
-from ratchet.trainer.user_code.plugins import OWN_PLUGINS
+from ratchet.trainer.user_code import OWN_PLUGINS
 from tests.test_documents import wrong_commands
 
 ROOT = Path(__file__).parents[1]

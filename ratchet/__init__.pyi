@@ -32,7 +32,7 @@ from ratchet.trainer.errors import JudgeError as JudgeError
 from ratchet.trainer.errors import TaskSetError as TaskSetError
 from ratchet.trainer.errors import TuningError as TuningError
 from ratchet.trainer.errors import WorkflowError as WorkflowError
-from ratchet.trainer.user_code.judgement import Judgement as Judgement
+from ratchet.trainer.user_code import Judgement as Judgement
 from ratchet.tuner.rollouts.workflow import WorkflowOutput as WorkflowOutput
 from ratchet.tuner.weights.trajectory_groups import SampledCall as SampledCall
 from ratchet.tuner.weights.trajectory_groups import ScoredTrajectory as ScoredTrajectory

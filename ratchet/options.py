@@ -289,14 +289,14 @@ class PluginGroup(click.Group):
         self.plugins = plugins
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        from ratchet.trainer.user_code.plugins import plugin_names
+        from ratchet.trainer.user_code import plugin_names
 
         return sorted({*super().list_commands(ctx), *plugin_names(self.plugins)})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; for one that cannot be imported, or that Ratchet has as a plug-in, one that says why."""
         from ratchet.trainer.errors import PluginError
-        from ratchet.trainer.user_code.plugins import OWN_PLUGINS, load_plugin, plugin_names
+        from ratchet.trainer.user_code import OWN_PLUGINS, load_plugin, plugin_names
 
         command = super().get_command(ctx, cmd_name)
         if command is None and cmd_name in {*plugin_names(self.plugins), *OWN_PLUGINS.get(self.plugins, ())}:

@@ -325,12 +325,10 @@ _frames = msgspec.msgpack.Decoder(Frame)
 
 
 def encode(message: Any) -> bytes:
-    """Return a message as msgpack."""
     return _encoder.encode(message)
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """Return a frame with its length."""
     body = _encoder.encode(frame)
     return _LENGTH.pack(len(body)) + body
 
@@ -352,10 +350,8 @@ def read_frames(chunks: Iterable[bytes]) -> Iterator[Frame]:
 
 
 def decode_scores(result: msgspec.Raw) -> list[tuple[float, ...]]:
-    """Return the result of a score."""
     return msgspec.msgpack.decode(result, type=list[tuple[float, ...]])
 
 
 def decode_report(result: msgspec.Raw) -> RoundReport:
-    """Return the result of a round."""
     return msgspec.msgpack.decode(result, type=RoundReport)

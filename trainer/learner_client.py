@@ -77,7 +77,6 @@ class LearnerConnection:
             raise LearnerServiceError(f"learner.url {url} is not a URL: {error}") from error
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     def status(self) -> LearnerStatus:
@@ -203,7 +202,6 @@ class RemoteLearner:
         return self._step
 
     def report_progress_to(self, progress: Progress) -> None:
-        """Report the progress of rounds here from now on."""
         self._progress = progress
 
     def unfit(self, row: TokenRow) -> str | None:
@@ -373,7 +371,6 @@ class LearnerChild:
 
     @property
     def token(self) -> str:
-        """The bearer token of the child."""
         return self._token
 
     @property

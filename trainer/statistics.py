@@ -33,7 +33,6 @@ def kendall_tau_b(pairs: Iterable[tuple[float, float]]) -> float | None:
 
 
 def score_differences(one: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[float, float]]:
-    """Return the differences in both scores for each pair of ids that both scored."""
     shared = sorted(set(one) & set(other))
     return [(one[a] - one[b], other[a] - other[b]) for a, b in combinations(shared, 2)]
 
@@ -262,7 +261,6 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         return ComparisonVerdict.TIED if self.settled else ComparisonVerdict.INCONCLUSIVE
 
     def describe(self) -> str:
-        """Return it in one clause."""
         if self.difference is None:
             return f"no task was judged for both; {self.unjudged} attempts are unjudged"
         text = (

@@ -102,7 +102,6 @@ class TaskSet:
 
     @classmethod
     def of_files(cls, name: str, files: Mapping[str, Path]) -> TaskSet:
-        """Return the set of these files, split -> file."""
         return cls(name, name, {split: _chain([file]) for split, file in files.items()})
 
     @classmethod
@@ -208,7 +207,6 @@ def _canonical(value: Any) -> Any:
 
 
 def split_of(file: Path) -> str:
-    """Return the split that a file's name says."""
     return _SHARD.sub("", _bare(file))
 
 

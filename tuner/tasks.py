@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ratchet.trainer.errors import PluginError, TaskSetError, TaskSetNotFound
 from ratchet.trainer.tasks import TRAIN, Task, TaskSet, ending
-from ratchet.trainer.user_code.plugins import OWN_PLUGINS, TASK_SOURCES, load_plugin, plugin_names
+from ratchet.trainer.user_code import OWN_PLUGINS, TASK_SOURCES, load_plugin, plugin_names
 
 _ABOUT = "set.json"
 _REPLACED = ".replaced-"  # prefix of a set's folder while it is being replaced

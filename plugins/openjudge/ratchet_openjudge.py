@@ -20,8 +20,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import GroupJudgement
-from ratchet.trainer.controller.judges.opinion import DraftVerdict, response_of, version_of
+from ratchet.trainer.controller.judges.judgement import DraftVerdict, GroupJudgement, response_of, version_of
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import JudgeSettings
 

@@ -21,7 +21,7 @@ from ratchet.store.operation_records import Rollout
 from ratchet.store.records import GATHERED
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.kinds.workflow_reward import NO_REWARD
+from ratchet.trainer.controller.judges.kinds.given_scores import NO_REWARD
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.tasks import TRAIN, Task, content_id
 from ratchet.tuner.rollouts.runner import RolloutJob, final_rollouts, pending_jobs

@@ -23,11 +23,10 @@ from typing import Any, Self
 
 import msgspec
 
-from ratchet.trainer.controller.judges.kinds.caller import CallerAddress, proof_of, read_address
+from ratchet.trainer.controller.judges.judgement import DraftVerdict
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.kinds.http_grader import signature
-from ratchet.trainer.controller.judges.opinion import DraftVerdict
-from ratchet.trainer.user_code.entry_points import ResponseText
+from ratchet.trainer.controller.judges.kinds.http_grader import CallerAddress, proof_of, read_address, signature
+from ratchet.trainer.user_code import ResponseText
 
 _MAX_BODY = 64 * 2**20  # bytes
 _MAX_REQUESTS = 16  # at the same time
@@ -129,7 +128,7 @@ class JudgeServer:
                     if not _is_signed(secret, body, self.headers.get("x-ratchet-signature") or ""):
                         return self._respond(401, b"")
                     values = _parameters(msgspec.json.decode(body))
-                    return self._respond(*_response(threads.submit(function.opinion, values).result()))
+                    return self._respond(*_response(threads.submit(function.opinion_on, values).result()))
                 finally:
                     free.release()
 

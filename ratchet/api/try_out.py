@@ -26,8 +26,8 @@ from ratchet.errors import InvalidArgument
 from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Trajectory, Transcript, Verdict, WorkflowResult
 from ratchet.store.states import RolloutState, TrajectoryState
-from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
+from ratchet.trainer.controller.judges.judgement import Judge
+from ratchet.trainer.controller.judges.kinds.combined import judge_in_both_orders
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError, TaskSetError, TuningError, WorkflowError, WorkflowFailed
@@ -35,8 +35,7 @@ from ratchet.trainer.observability.progress import Phase, Progress, watch_for_co
 from ratchet.trainer.settings.judge_specs import FunctionSpec, read_spec
 from ratchet.trainer.statistics import ScoreRange
 from ratchet.trainer.tasks import Task, content_id
-from ratchet.trainer.user_code.entry_points import ModelServer
-from ratchet.trainer.user_code.judgement import Judgement
+from ratchet.trainer.user_code import Judgement, ModelServer
 from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import NO_KEY, ROLLOUTS, RolloutJob, describe_error, plan_rollout
 from ratchet.tuner.rollouts.scoring import NO_JUDGE, SCORES

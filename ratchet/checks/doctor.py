@@ -46,7 +46,7 @@ from ratchet.supervisor import memory_checks, vllm_command
 from ratchet.supervisor.up import read_run_state
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.adapters.vllm_api import VllmServer, load_of
-from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
+from ratchet.trainer.controller.collect.resampler import KEY_VARIABLE
 from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.errors import CheckpointError, EngineUnreachable, TrainerError
 from ratchet.trainer.settings.judge_specs import TeacherSpec

@@ -247,7 +247,7 @@ def export(
     from ratchet.status import versions
     from ratchet.supervisor.vllm_command import check_model
     from ratchet.trainer.learner.merged_model import export_adapter, export_merged
-    from ratchet.trainer.user_code.plugins import MODEL_CARDS, load_plugin, missing_plugin_remedy, plugin_names
+    from ratchet.trainer.user_code import MODEL_CARDS, load_plugin, missing_plugin_remedy, plugin_names
 
     if (folder := merged or adapter) is None or (merged and adapter):
         raise click.UsageError("give one of --merged DIR, for a whole model, and --adapter DIR, for the adapter alone")

@@ -16,8 +16,7 @@ from ratchet.trainer.adapters.adapter_store import amplified
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.release.proof import Proof, ProofOutcome, SwapProver, TrainerLogprobs
-from ratchet.trainer.rows.probes import contexts
-from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.rows.token_row import TokenRow, contexts
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.vllm.engine import VllmServerProcess
 

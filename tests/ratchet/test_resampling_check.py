@@ -9,7 +9,7 @@ import pytest
 from ratchet.checks.doctor import check_resampling, is_resampling_enabled
 from ratchet.settings.project_settings import Settings
 from ratchet.store.store import open_store
-from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
+from ratchet.trainer.controller.collect.resampler import KEY_VARIABLE
 from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.learner import activations, gpu_memory, lm_head
+from ratchet.trainer.learner import gpu_memory, lm_head
 from ratchet.trainer.learner.forward_pass import choose_attention
 from ratchet.trainer.learner.lora_linear import use_fused_lora
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
@@ -69,9 +69,9 @@ def test_offloaded_activations_change_no_gradient_and_leave_the_device(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = trained(LearnerSettings(gradient_checkpointing=False), tiny_model, tmp_path)
-    monkeypatch.setattr(activations, "_LEAST_OFFLOADED", 100)
+    monkeypatch.setattr(gpu_memory, "_LEAST_OFFLOADED", 100)
     moved: list[torch.Size] = []
-    to_host = activations._to_host
+    to_host = gpu_memory._to_host
 
     def recorded(tensor: torch.Tensor) -> Any:
         packed = to_host(tensor)
@@ -79,7 +79,7 @@ def test_offloaded_activations_change_no_gradient_and_leave_the_device(
             moved.append(tensor.shape)
         return packed
 
-    monkeypatch.setattr(activations, "_to_host", recorded)
+    monkeypatch.setattr(gpu_memory, "_to_host", recorded)
     settings = LearnerSettings(gradient_checkpointing=True, activation_offload=True)
     ours, counted = trained(settings, tiny_model, tmp_path)
     assert ours.relative_error(plain) < WORST_RELATIVE_ERROR
@@ -92,7 +92,7 @@ def test_offloaded_activations_change_no_gradient_and_leave_the_device(
 def test_auto_recomputes_only_the_layers_that_do_not_fit(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "checkpoints", lambda setting: True)
+    monkeypatch.setattr(gpu_memory, "checkpoints", lambda setting: True)
     trainer = build_trainer(LearnerSettings(max_grad_norm=0.0), tiny_model, tmp_path, budget=10_000)
     disturb(trainer, scale=0.03, seed=2)
     (micro,) = trainer.prepare(build_rows(4), only_step=True)
@@ -122,9 +122,9 @@ def test_offloading_without_checkpointing_is_refused() -> None:
 
 def test_auto_checkpoints_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert [activations.checkpoints(setting) for setting in ("auto", True, False)] == [False, True, False]
+    assert [gpu_memory.checkpoints(setting) for setting in ("auto", True, False)] == [False, True, False]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [activations.checkpoints(setting) for setting in ("auto", True, False)] == [True, True, False]
+    assert [gpu_memory.checkpoints(setting) for setting in ("auto", True, False)] == [True, True, False]
 
 
 @contextmanager

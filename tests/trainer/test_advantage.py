@@ -18,7 +18,7 @@ from ratchet.trainer.controller.advantages import (
     single_advantage,
 )
 from ratchet.trainer.errors import TrainerError, TuningError
-from ratchet.trainer.learner.policy_loss import whiten
+from ratchet.trainer.learner.loss import whiten
 from ratchet.trainer.settings.objectives import BUILT_IN, DEFAULT_ESTIMATOR
 from ratchet.trainer.statistics import has_signal, holm, sign_flip_p
 from tests.harness.trainer.tiny import build_rows

@@ -11,7 +11,7 @@ import pytest
 from ratchet.trainer.controller.background_work import BackgroundWork
 from ratchet.trainer.controller_service.look_pacing import LookPacing
 from ratchet.trainer.errors import TrainerError
-from ratchet.trainer.user_code.exit_guard import guarded_task
+from ratchet.trainer.user_code import guarded_task
 
 SECONDS = 60.0
 

@@ -10,8 +10,8 @@ import pytest
 from ratchet.store.records import PastScore
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages import SHRINKAGE, AdvantageEstimator, ScoreHistory, past_score
+from ratchet.trainer.controller.judges.judge_runner import JudgedGroupCache, JudgeRunner
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judging.judge_runner import JudgedGroupCache, JudgeRunner
 from ratchet.trainer.settings.trainer_settings import MAX_SCORES_PER_FAMILY
 from tests.harness.trainer.agents import agents_work
 

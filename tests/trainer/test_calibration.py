@@ -11,15 +11,14 @@ import pytest
 
 from ratchet.store.records import Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.audit.calibration import (
+from ratchet.trainer.controller.judges.calibration import (
     CalibrationGroup,
     calibrate,
-    differences,
-    kendall,
     score_noise,
 )
 from ratchet.trainer.controller_service.components import ASSUMED_NOISE, judge_noise
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.statistics import kendall_tau_b, score_differences
 
 
 def verdicts(scores: Mapping[str, float | None]) -> list[Verdict]:
@@ -79,11 +78,11 @@ def test_failures_are_counted_and_never_scored() -> None:
 
 def test_kendalls_tau_counts_pairs() -> None:
     one = {"a": 1.0, "b": 2.0, "c": 3.0}
-    assert kendall(differences(one, one)) == 1.0
-    assert kendall(differences(one, {"a": 3.0, "b": 2.0, "c": 1.0})) == -1.0
-    assert kendall(differences(one, {"a": 1.0, "b": 3.0, "c": 2.0})) == pytest.approx(1 / 3)
-    assert kendall(differences(one, dict.fromkeys(one, 1.0))) is None
-    assert kendall(differences(one, {"z": 1.0})) is None
+    assert kendall_tau_b(score_differences(one, one)) == 1.0
+    assert kendall_tau_b(score_differences(one, {"a": 3.0, "b": 2.0, "c": 1.0})) == -1.0
+    assert kendall_tau_b(score_differences(one, {"a": 1.0, "b": 3.0, "c": 2.0})) == pytest.approx(1 / 3)
+    assert kendall_tau_b(score_differences(one, dict.fromkeys(one, 1.0))) is None
+    assert kendall_tau_b(score_differences(one, {"z": 1.0})) is None
 
 
 def test_the_noise_of_a_judge_is_measured_within_groups_from_repeated_scores() -> None:

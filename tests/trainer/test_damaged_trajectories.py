@@ -13,9 +13,9 @@ from ratchet.store.records import Transcript
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages import AdvantageEstimator
-from ratchet.trainer.controller.judges import GroupJudgement
+from ratchet.trainer.controller.judges.judgement import GroupJudgement
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.judging.rejudging import Rejudger
+from ratchet.trainer.controller.judges.rejudging import Rejudger
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.release.evaluation import judge_pairs
 from ratchet.trainer.release.invariants import newest_prompts

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import Transcript
-from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.controller.judges.audit.lint import LintMark, LintOutcome, LintReport, lint
-from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, recorded, synthetic
+from ratchet.trainer.controller.judges.judgement import Judge
 from ratchet.trainer.controller.judges.kinds.answer import contains, numeric
+from ratchet.trainer.controller.judges.lint import LintMark, LintOutcome, LintReport, Place, lint, recorded, synthetic
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec

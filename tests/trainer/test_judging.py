@@ -14,11 +14,11 @@ import torch
 from ratchet.store.records import Group, Verdict
 from ratchet.store.states import GroupState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges import GroupJudgement
+from ratchet.trainer.controller.judges.judge_runner import JudgeRunner, zero_variance_groups
+from ratchet.trainer.controller.judges.judgement import GroupJudgement
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
-from ratchet.trainer.controller.judging.rejudging import SecondJudge
+from ratchet.trainer.controller.judges.rejudging import SecondJudge
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.chat_models import ScriptedModel, says

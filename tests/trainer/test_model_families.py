@@ -13,8 +13,8 @@ import torch
 from peft import PeftModel
 
 from ratchet.trainer.errors import ModelError
-from ratchet.trainer.learner.expert_adapters import join_experts, split_experts
 from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.learner.initial_adapter import join_experts, split_experts
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.tiny import VOCABULARY, build_rows, build_tokenizer
 

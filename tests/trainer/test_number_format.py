@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from ratchet.settings.project_settings import Settings
 from ratchet.store.reports.learning_report import movement_of
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.learner import base_model, policy_shift
+from ratchet.trainer.learner import base_model
 from ratchet.trainer.learner.agent_state import local
 from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.learner.training_round import measure_policy_shift
 from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -157,6 +158,6 @@ def test_measuring_a_round_leaves_its_adapter_bit_for_bit(tiny_model: Path) -> N
     before = {name: local(p.detach()).clone() for name, p in trainer.lora_parameters().items()}
     old = {name: torch.zeros_like(weight) for name, weight in before.items()}
     dice = torch.get_rng_state()
-    policy_shift.measure(trainer, trainer.shift_sample(ROWS), old, coarse=True)
+    measure_policy_shift(trainer, trainer.shift_sample(ROWS), old, coarse=True)
     assert all(local(p).equal(before[name]) for name, p in trainer.lora_parameters().items())
     assert torch.get_rng_state().equal(dice)

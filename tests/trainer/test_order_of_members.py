@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import Transcript
-from ratchet.trainer.controller.judges.both_orders import compares, judge_in_both_orders
-from ratchet.trainer.controller.judges.kinds.composite import CompositeJudge, Part
+from ratchet.trainer.controller.judges.kinds.combined import CompositeJudge, Part, compares, judge_in_both_orders
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
 from ratchet.trainer.controller.judges.language_model import LanguageModel

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from ratchet.trainer.learner.activations import ActivationMemory
+from ratchet.trainer.learner.gpu_memory import ActivationMemory
 from ratchet.trainer.learner.lora_linear import use_fused_lora
 from ratchet.trainer.planning.memory import Activations, LearnerOption, step_activations
 from ratchet.trainer.planning.model_shape import adapted_layers, read_shape

@@ -13,7 +13,7 @@ import torch
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.learner.forward_pass import collate
-from ratchet.trainer.learner.importance_sampling import kept
+from ratchet.trainer.learner.loss import kept_rows
 from ratchet.trainer.learner_api import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.records import commit_round, judged_group
@@ -26,7 +26,7 @@ def left(off: float, ages: Sequence[int | None], limit: float | None = 2.0) -> l
     rows = [replace(build_row(1), age=age) for age in ages]
     micro = collate([[row] for row in rows], 0, torch.device("cpu"))
     micro["old_per_token_logps"] = micro["sampling_per_token_logps"] + off
-    found: list[bool] = kept(micro, limit)[:, 0].tolist()
+    found: list[bool] = kept_rows(micro, limit)[:, 0].tolist()
     return found
 
 
@@ -70,7 +70,7 @@ def rejected(tokens: int, age: int, *, nats: float = 0.0, noise: float = 0.0, he
         "sampling_per_token_logps": engine.gather(-1, sampled)[..., 0] + noise * error[0] / scale,
         "old_per_token_logps": trainer,
     }
-    return 1 - float(kept(micro, 2.0).float().mean())
+    return 1 - float(kept_rows(micro, 2.0).float().mean())
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 64, 256])
@@ -93,7 +93,7 @@ def test_differences_of_both_signs_do_not_cancel() -> None:
     signs = 1.0 - 2.0 * (torch.arange(micro["trained"].shape[1]) % 2)
     micro["old_per_token_logps"] = micro["sampling_per_token_logps"] + 1.0 * signs
     assert float((signs * micro["trained"]).sum().abs()) < 6 < row.tokens_trained  # the mean is near 0
-    assert not kept(micro, 2.0).any()
+    assert not kept_rows(micro, 2.0).any()
 
 
 class Reading(RecordingLearner):

@@ -22,8 +22,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmLoad, load_of
 from ratchet.trainer.controller.advantages import ScoreHistory
 from ratchet.trainer.controller.collect.collector import RoleResolver, TrajectoryCollector
-from ratchet.trainer.controller.collect.resampling import resample_call
-from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
+from ratchet.trainer.controller.collect.resampler import KEY_VARIABLE, find_single_call, request_body
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.running_proxy import Proxy, running
@@ -343,26 +342,26 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
 def test_a_call_that_cannot_be_repeated_exactly_is_not_resampled(store: Store, changes: dict[str, Any]) -> None:
     answered_trajectory(store, "a", **changes)
-    assert resample_call.find_single_call(store.trajectories.read("a")) is None
+    assert find_single_call(store.trajectories.read("a")) is None
 
 
 def test_several_calls_several_answers_and_redacted_text_are_not_resampled(store: Store) -> None:
     answered_trajectory(store, "a")
     recorded = store.trajectories.read("a")
-    assert resample_call.find_single_call(recorded) is not None
+    assert find_single_call(recorded) is not None
     start = call_start("call_2", "a", at=2.0)
     store.calls.ship([ended(start, {"role": "assistant", "content": "again"})])
-    assert resample_call.find_single_call(store.trajectories.read("a")) is None
+    assert find_single_call(store.trajectories.read("a")) is None
     start = call_start("call_3", "b")
     store.calls.ship([ended(start, {"role": "assistant", "content": "x"}, untrainable="redacted", prompt_ids=b"")])
-    assert resample_call.find_single_call(store.trajectories.read("b")) is None
+    assert find_single_call(store.trajectories.read("b")) is None
 
 
 def test_a_seed_is_not_sent_again_and_tools_are_in_the_agents_own_order(store: Store) -> None:
     answered_trajectory(store, "a", sampling={"temperature": 0.5, "seed": 3, "n": 1})
     recorded = store.trajectories.read("a")
-    call = resample_call.find_single_call(recorded)
+    call = find_single_call(recorded)
     assert call is not None
-    sent = resample_call.request_body("agent", call, recorded.messages[:-1], recorded.tools)
+    sent = request_body("agent", call, recorded.messages[:-1], recorded.tools)
     assert sent == {"model": "agent", "messages": list(recorded.messages[:-1]), "temperature": 0.5, "tools": TOOLS}
     assert [list(tool) for tool in sent["tools"]] == [list(tool) for tool in TOOLS]

@@ -15,7 +15,7 @@ import pytest
 
 from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.controller.judges import GroupJudgement
+from ratchet.trainer.controller.judges.judgement import GroupJudgement
 from ratchet.trainer.controller.judges.kinds.ruler import (
     RulerJudge,
     common_prefix,
@@ -24,7 +24,7 @@ from ratchet.trainer.controller.judges.kinds.ruler import (
     with_plain_ids,
 )
 from ratchet.trainer.controller.judges.language_model import LanguageModel, base_urls, read_object
-from ratchet.trainer.controller.judges.truncation import fitted, fitted_each, truncated_json
+from ratchet.trainer.controller.judges.transcript_json import fitted, fitted_each, truncated_json
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import RulerSpec
 from tests.harness.chat_models import ScriptedModel, says

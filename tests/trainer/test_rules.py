@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.judgement import Judge
 from ratchet.trainer.controller.judges.kinds.answer import contains, exact, last_number, numeric
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError

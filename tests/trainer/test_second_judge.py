@@ -13,11 +13,10 @@ import pytest
 
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges import GroupJudgement
+from ratchet.trainer.controller.judges.judge_runner import JudgeRunner
+from ratchet.trainer.controller.judges.judgement import DraftVerdict, GroupJudgement
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.opinion import DraftVerdict
-from ratchet.trainer.controller.judging.judge_runner import JudgeRunner
-from ratchet.trainer.controller.judging.rejudging import PairedJudgements, SecondJudge, agreement, in_sample
+from ratchet.trainer.controller.judges.rejudging import PairedJudgements, SecondJudge, agreement, in_sample
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from tests.harness.records import answered_trajectory

@@ -12,17 +12,22 @@ import pytest
 
 from ratchet.store.records import Round, ToolCall, Trajectory, Transcript
 from ratchet.store.states import RoundState, ToolOutcome, ToolResult, TrajectoryState
-from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, occurs, read_behavior
-from ratchet.trainer.controller.sentinel.resources import names_in
-from ratchet.trainer.controller.sentinel.round_checks import (
+from ratchet.trainer.controller.sentinel.checks import (
+    ToolHistory,
+    TrajectoryBehavior,
+    check_tool_health,
+    names_in,
+    occurs,
+    read_behavior,
+)
+from ratchet.trainer.controller.sentinel.sentinel import (
     check_drift,
     check_resource_coverage,
     check_rounds,
     check_tool_coverage,
     unnecessary_tool_calls,
 )
-from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, check_tool_health
-from ratchet.trainer.observability.finding import Finding
+from ratchet.trainer.observability.metrics import Finding
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import mean_change, share_change
 from tests.harness.records import TOOLS

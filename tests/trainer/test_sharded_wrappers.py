@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ratchet.trainer.learner import activations, gpu_memory, lora, process_group
+from ratchet.trainer.learner import gpu_memory, lora, process_group
 from ratchet.trainer.learner.agent_state import fill, part, whole
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
 from ratchet.trainer.rows.token_row import TokenRow
@@ -60,7 +60,7 @@ def assert_same(ours: Gradients, theirs: Gradients) -> None:
 def test_checkpointed_layers_of_a_sharded_model_give_the_gradient_of_the_whole_one(
     offload: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "_LEAST_OFFLOADED", 100)
+    monkeypatch.setattr(gpu_memory, "_LEAST_OFFLOADED", 100)
     expected, direct = step(build(SETTINGS, tiny_model, tmp_path, "none"), build_rows(4))
     settings = replace(SETTINGS, gradient_checkpointing=True, activation_offload=offload)
     trainer = build(settings, tiny_model, tmp_path)
@@ -75,7 +75,7 @@ def test_checkpointed_layers_of_a_sharded_model_give_the_gradient_of_the_whole_o
 def test_auto_measures_the_activations_of_a_sharded_layer_without_its_gathered_weights(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "checkpoints", lambda setting: True)
+    monkeypatch.setattr(gpu_memory, "checkpoints", lambda setting: True)
     monkeypatch.setattr(gpu_memory, "free_bytes", lambda: 0)
     measured = []
     for sharding in ("none", "fsdp2"):

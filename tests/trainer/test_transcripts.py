@@ -5,7 +5,7 @@ from __future__ import annotations
 from ratchet.store.calls.trajectories import Trajectories
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judging.judge_runner import TranscriptCache
+from ratchet.trainer.controller.judges.judge_runner import TranscriptCache
 from tests.harness.records import answered_trajectory, call_start, ended
 
 

@@ -15,9 +15,8 @@ from ratchet.store.records import Verdict
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.errors import RowError
-from ratchet.trainer.learner import importance_sampling
 from ratchet.trainer.learner.lm_head import HeadFunction, token_logprobs
-from ratchet.trainer.learner.policy_loss import policy_loss
+from ratchet.trainer.learner.loss import importance_weight, policy_loss
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer.tiny import build_row
@@ -64,7 +63,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy(
             "sampling_per_token_logps": engine[sampled, None], "old_per_token_logps": logprobs.detach()[:, None],
             "weights": engine[sampled, None].exp(),
         }  # fmt: skip
-        weight = importance_sampling.importance_weight(micro, 1e9)
+        weight = importance_weight(micro, 1e9)
         micro["advantages"] = weight * scores[sampled, None]
         loss = policy_loss(micro, logprobs[:, None], entropies[:, None], LearnerSettings())
         (found,) = torch.autograd.grad(loss, hidden)

@@ -13,7 +13,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.backlog import age, oldest_fresh, versions_ahead
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.release.release_controller import retained
-from ratchet.trainer.rows.probes import contexts
+from ratchet.trainer.rows.token_row import contexts
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine

@@ -11,10 +11,9 @@ import pytest
 
 from ratchet.store.records import ToolCall, Trajectory, Transcript
 from ratchet.store.states import ToolOutcome, TrajectoryState
-from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, read_behavior
-from ratchet.trainer.controller.sentinel.round_checks import INVALID_CALLS, QUESTIONS, RateHistory, check_versions
-from ratchet.trainer.controller.sentinel.sentinel import WINDOW
-from ratchet.trainer.observability.finding import Finding
+from ratchet.trainer.controller.sentinel.checks import TrajectoryBehavior, read_behavior
+from ratchet.trainer.controller.sentinel.sentinel import INVALID_CALLS, QUESTIONS, WINDOW, RateHistory, check_versions
+from ratchet.trainer.observability.metrics import Finding
 from tests.harness.records import TOOLS
 
 ROUND = 128  # trajectories from one version to the next

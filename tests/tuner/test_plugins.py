@@ -23,7 +23,7 @@ from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.judge_specs import JudgeSpec, read_spec
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.user_code.plugins import (
+from ratchet.trainer.user_code import (
     JUDGES,
     MONITORS,
     OWN_PLUGINS,
@@ -183,7 +183,7 @@ def test_a_missing_plugin_is_refused_with_the_group_and_the_installed_names() ->
 def test_a_plugin_of_ratchets_own_that_is_not_installed_is_named_with_its_distribution(tmp_path: Path) -> None:
     program = (
         "from ratchet.trainer.errors import PluginError\n"
-        "from ratchet.trainer.user_code.plugins import OWN_PLUGINS, load_plugin\n"
+        "from ratchet.trainer.user_code import OWN_PLUGINS, load_plugin\n"
         "for group, name in [(group, name) for group, names in OWN_PLUGINS.items() for name in names]:\n"
         "    try: load_plugin(group, name)\n"
         "    except PluginError as error: print(error)\n"

@@ -14,9 +14,8 @@ from ratchet.store.operation_records import ProxyInstance, Rollout, Tuning
 from ratchet.store.records import Transcript
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges import GroupJudgement, Judge
+from ratchet.trainer.controller.judges.judgement import DraftVerdict, GroupJudgement, Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.settings.judge_specs import read_spec
 from ratchet.trainer.tasks import Task
 from ratchet.tuner.rollouts.runner import RolloutRunner

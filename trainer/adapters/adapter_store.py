@@ -32,7 +32,6 @@ _PAUSES = (1.0, 4.0)  # seconds between the attempts to publish
 
 
 def is_remote(reference: str) -> bool:
-    """Return whether a reference or root is a URL of object storage."""
     return "://" in reference
 
 
@@ -172,13 +171,11 @@ def weights_checksum(reference: str) -> str | None:
 
 
 def make_adapter_store(settings: TrainerSettings) -> AdapterStore:
-    """Return the adapter store of a trainer's settings."""
     cache = settings.checkpoints.parent / "adapter_cache"
     return AdapterStore(cache, settings.adapters.max_cache_bytes)
 
 
 def number_of(reference: str) -> int:
-    """Return the version's number in a reference."""
     return int(reference.rstrip("/").rpartition("/")[2])
 
 

@@ -110,7 +110,6 @@ class _DigestCache:
         return str(row["sha256"]) if isinstance(row, dict) and row.get("stat") == _stat(there) else None
 
     def digest(self, file: Path) -> str:
-        """Return a file's digest."""
         if (known := self.of(file)) is not None:
             return known
         there = file.resolve()
@@ -121,7 +120,6 @@ class _DigestCache:
         return digest
 
     def save(self) -> None:
-        """Write the cache file."""
         if self._changed:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             aside = self._file.with_name(f".{self._file.name}.{os.getpid()}")

@@ -219,7 +219,6 @@ def _remove_state(store: Any, version: str) -> None:
 
 
 def _idle_seconds(store: Any, version: str) -> float:
-    """Return the time since the last write to a version."""
     times = [store.modified(name) for name in store.find(version)]
     newest = max((moment.timestamp() for moment in times), default=0.0)
     return time.time() - newest

@@ -60,17 +60,14 @@ class BusyPeriod:
         self._others: deque[int] = deque(maxlen=_MAX_CHECKS)
 
     def record(self, others: int, now: float) -> None:
-        """Record a check at which vLLM was busy with this many other calls."""
         self._since = now if self._since is None else self._since
         self._others.append(others)
 
     def reset(self) -> None:
-        """End the period: a call could start."""
         self._since = None
         self._others.clear()
 
     def seconds(self, now: float) -> float:
-        """Return how long vLLM has been busy."""
         return 0.0 if self._since is None else now - self._since
 
     def describe(self, max_running_requests: int) -> str:
@@ -164,7 +161,6 @@ class VllmServer:
         )
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     def models(self) -> tuple[str, ...]:
@@ -507,7 +503,6 @@ class ReplicaFleet(Sequence[VllmServer]):
             log.info("event=replicas_changed came=%s went=%s", sorted(after - before), sorted(before - after))
 
     def close(self) -> None:
-        """Close the connections."""
         for replica in self._made.values():
             replica.close()
 

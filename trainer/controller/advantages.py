@@ -355,7 +355,6 @@ def turn_advantages(
 
 
 def past_score(member: Trajectory, verdict: Verdict) -> PastScore:
-    """Return a verdict as an entry of the score history."""
     return PastScore(
         trajectory_id=member.id,
         family=member.family,

@@ -19,7 +19,6 @@ def ignore() -> None:
 
 
 def no_change(_: object) -> bool:
-    """Record nothing."""
     return False
 
 

@@ -24,7 +24,7 @@ from ratchet.store.records import OTHER, Policy, Transcript, cohort_of
 from ratchet.store.states import CallState, RolloutState, TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.collect.collector import RoleResolver
-from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.judgement import Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.errors import LearningError, RowError, SettingError, TuningError
@@ -101,7 +101,6 @@ class WarmStartRequests:
             judge.close()
 
     def refuse(self, request: Tuning, reason: str) -> None:
-        """Fail a tuning that cannot have its warm start."""
         log.warning("event=warm_start_refused tuning=%s reason=%r", request.id, reason)
         self._store.tunings.end(request.id, TuningState.FAILED, error=f"warm start: {reason}")
 
@@ -226,7 +225,6 @@ class SFTRows:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, source: str, trajectory_id: str, score: float | None, rows: Sequence[TokenRow]) -> None:
-        """Add the rows of a trajectory."""
         if rows:
             self.rows.extend(rows)
             self.scores[trajectory_id] = score
@@ -501,7 +499,6 @@ def gather(
 
 
 def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows: int) -> LearnerSettings:
-    """Return the learner's settings during the warm start."""
     return dataclasses.replace(
         learner,
         loss_type="sft",
@@ -598,7 +595,6 @@ def _report(
     after: float | None,
     rows: int,
 ) -> dict[str, Any]:
-    """Return the report of a warm start."""
     return {
         "trajectories": len(data.examples.scores),
         "by_source": dict(data.examples.by_source),

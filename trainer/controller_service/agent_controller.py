@@ -56,7 +56,7 @@ from ratchet.trainer.adapters.base_model_files import ServedBaseModel
 from ratchet.trainer.adapters.vllm_api import ReplicaFleet
 from ratchet.trainer.controller.background_work import BackgroundWork, ignore, no_change
 from ratchet.trainer.controller.collect.collector import RoleResolver, TrajectoryCollector, feedback_wait_of
-from ratchet.trainer.controller.judging.judge_runner import TranscriptCache
+from ratchet.trainer.controller.judges.judge_runner import TranscriptCache
 from ratchet.trainer.controller.rounds.backlog import Backlog, RoundSize
 from ratchet.trainer.controller.rounds.round_runner import MemoryLimit, RoundRunner
 from ratchet.trainer.controller.warm_start import WarmStartRequests
@@ -177,7 +177,6 @@ class AgentController:
 
     @property
     def phase(self) -> ReleasePhase:
-        """The release phase, by the last check of the release controller."""
         if self._release.controller.is_publishing_blocked:
             return ReleasePhase.BLOCKED
         return ReleasePhase.CANDIDATE if self._state.candidate_waiting else ReleasePhase.IDLE

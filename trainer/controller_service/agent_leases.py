@@ -86,7 +86,6 @@ class AgentLeases:
             self.surplus = max(0, self.surplus - 1)
 
     def close(self) -> None:
-        """Give all leases back."""
         self._stopped = True
         self._wake.set()
         self._thread.join()

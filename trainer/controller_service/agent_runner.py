@@ -107,7 +107,6 @@ class AgentRunner:
 
     @property
     def is_running(self) -> bool:
-        """Whether the agent's controller works."""
         return self.condition is AgentCondition.RUNNING
 
     def is_due(self, now: float) -> bool:

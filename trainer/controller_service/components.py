@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.controller.advantages import AdvantageEstimator, ScoreHistory
-from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.controller.judges.audit.calibration import NOISE
+from ratchet.trainer.controller.judges.calibration import NOISE
+from ratchet.trainer.controller.judges.judge_runner import JudgedGroupCache, JudgeRunner, zero_variance_groups
+from ratchet.trainer.controller.judges.judgement import Judge
 from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
-from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.judges.run_judges import RunJudges
-from ratchet.trainer.controller.judging.judge_runner import JudgedGroupCache, JudgeRunner, zero_variance_groups
-from ratchet.trainer.controller.judging.rejudging import Rejudger, SecondJudge
+from ratchet.trainer.controller.judges.make_judge import RunJudges, make_judge
+from ratchet.trainer.controller.judges.rejudging import Rejudger, SecondJudge
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.errors import EngineUnreachable, JudgeError
 from ratchet.trainer.observability.metrics import TrainerMetrics
@@ -130,7 +129,6 @@ def make_release_components(
     metrics: TrainerMetrics,
     make_workflow_evaluator: MakeWorkflowEvaluator | None,
 ) -> ReleaseComponents:
-    """Return the components that release the versions of an alias."""
     release, alias = settings.release, settings.model
     evaluations = PreReleaseChecks(
         make_invariants_runner(settings, store, replicas),

@@ -95,7 +95,6 @@ class ControllerProcess:
         self.wake()
 
     def wake(self) -> None:
-        """Look for work now."""
         self._wakes.put(None)
 
     def stop(self) -> None:

@@ -120,7 +120,6 @@ class LearnerWork:
         _ = self.learner
 
     def close(self) -> None:
-        """Close the learner's session, if it has one."""
         if isinstance(self._learner, ClosableLearner):
             self._learner.close()
 

@@ -42,7 +42,6 @@ class OutageLog:
         return now - self._began_at
 
     def end(self, now: float) -> None:
-        """Log the end of an outage, if there was one."""
         if self._began_at is not None:
             log.info("event=outage_ended alias=%s seconds=%.0f", self._alias, now - self._began_at)
             self._began_at, self._logged_at = None, {}

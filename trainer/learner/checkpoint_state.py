@@ -27,8 +27,9 @@ from peft import get_peft_model_state_dict
 
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import CheckpointDamaged, CheckpointError
-from ratchet.trainer.learner import expert_adapters, process_group
+from ratchet.trainer.learner import process_group
 from ratchet.trainer.learner.agent_state import ADAPTER, AgentState, fill, local, new_rate, part, random_state, whole
+from ratchet.trainer.learner.initial_adapter import join_experts, served_config, serves_single_experts, split_experts
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import find_objective
@@ -197,8 +198,8 @@ def _adapter_weights(folder: Path, shapes: Mapping[str, torch.Size], model_type:
         weights = safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes())
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointDamaged(f"{folder} has no readable adapter: {error}") from error
-    if expert_adapters.serves_single_experts(model_type):
-        weights = expert_adapters.join_experts(weights, model_type)
+    if serves_single_experts(model_type):
+        weights = join_experts(weights, model_type)
     named = {name: weights.get(name.replace(f".{ADAPTER}.", ".")) for name in shapes}
     found = {name: tensor for name, tensor in named.items() if tensor is not None and tensor.shape == shapes[name]}
     if found.keys() != shapes.keys():
@@ -224,9 +225,9 @@ def _write_adapter(trainer: RecordedGRPOTrainer, lora: Mapping[str, torch.Tensor
     # For embeddings peft would look up the base model's configuration, possibly on the hub.
     adapter = get_peft_model_state_dict(trainer.model, state_dict=dict(lora), save_embedding_layers=False)
     config = trainer.model.peft_config[ADAPTER].to_dict()
-    if expert_adapters.serves_single_experts(model_type := trainer.model.config.model_type):
-        adapter = expert_adapters.split_experts(adapter, model_type, config["r"])
-        config = expert_adapters.served_config(config, model_type)
+    if serves_single_experts(model_type := trainer.model.config.model_type):
+        adapter = split_experts(adapter, model_type, config["r"])
+        config = served_config(config, model_type)
     weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in adapter.items()}
     (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(weights, metadata={"format": "pt"}))
     config["inference_mode"] = True

@@ -38,7 +38,6 @@ _CONNECTION_ERRORS = ("gloo", "NCCL")  # named by torch's messages about a broke
 
 
 def is_leader() -> bool:
-    """Return whether this process has rank zero."""
     return rank() == 0
 
 
@@ -141,7 +140,6 @@ class FollowerChannel:
             raise WorkerProcessLost(self._describe_errors()) from (own or lost)
 
     def _publish_status(self, error: Exception | None) -> None:
-        """Publish the error of this process, "" for none."""
         self._own_error = "" if error is None else f"{type(error).__name__}: {error}"
         try:
             self._statuses.set(f"{self._operations}/{rank()}", self._own_error)
@@ -150,7 +148,6 @@ class FollowerChannel:
             log.warning("event=status_not_published reason=%r", str(lost))
 
     def _read_statuses(self) -> dict[int, str]:
-        """Return the published errors by rank."""
         try:
             keys = {rank: f"{self._operations}/{rank}" for rank in range(processes())}
             return {rank: self._statuses.get(key).decode() for rank, key in keys.items() if self._statuses.check([key])}
@@ -175,7 +172,6 @@ class LeadingHost(LearnerHost):
             super().__init__(base_model, process, **more)
 
     def open(self, agent: str, settings: LearnerSettings, resume_from: Path | None) -> int:
-        """Open an agent in all processes."""
         with self._on_all_processes("open", agent, settings, resume_from):  # only rank zero reads the checkpoint
             return super().open(agent, settings, resume_from)
 
@@ -186,14 +182,12 @@ class LeadingHost(LearnerHost):
         rate_scale: float = 1.0,
         on_rows: Callable[[int], None] | None = None,
     ) -> RoundReport:
-        """Train on the rows with all processes."""
         with self._on_all_processes("train_round", agent, list(rows), rate_scale):
             return super().train_round(agent, rows, rate_scale, on_rows)
 
     def score(
         self, agent: str, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
     ) -> list[tuple[float, ...]]:
-        """Score the rows with all processes."""
         with self._on_all_processes("score", agent, list(rows), adapter=adapter):
             return super().score(agent, rows, adapter=adapter)
 
@@ -203,7 +197,6 @@ class LeadingHost(LearnerHost):
             super().save(agent, folder)
 
     def close(self, agent: str) -> None:
-        """Forget the agent in all processes."""
         with self._on_all_processes("close", agent):
             super().close(agent)
 

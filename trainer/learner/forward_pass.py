@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.learner.activations import ActivationMemory
+from ratchet.trainer.learner.gpu_memory import ActivationMemory
 from ratchet.trainer.learner.lm_head import HeadFunction, token_logprobs
 from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
 from ratchet.trainer.settings.objectives import Objective

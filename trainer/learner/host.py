@@ -82,12 +82,13 @@ class LearnerHost(AgentHost):
         Replaces the agent's earlier state, if there is one, and leaves it as it is if an error is raised: SettingError
         for settings of another adapter than the learner's, CheckpointDamaged, CheckpointError.
         """
-        from ratchet.trainer.learner import agent_state, checkpoint_state, initial_adapter
+        from ratchet.trainer.learner import agent_state, checkpoint_state
+        from ratchet.trainer.learner.initial_adapter import is_adapter_only, with_adapter
 
         settings = self._checked(settings)
         initial = None if settings.init_adapter is None else Path(settings.init_adapter)
         if resume_from is not None:
-            initial = resume_from if initial_adapter.is_adapter_only(resume_from) else None
+            initial = resume_from if is_adapter_only(resume_from) else None
         shapes = {name: parameter.shape for name, parameter in self.trainer.lora_parameters().items()}
         saved = (
             None
@@ -102,7 +103,7 @@ class LearnerHost(AgentHost):
         else:
             state = agent_state.new_state(self.trainer, settings)
         if initial is not None:
-            state = initial_adapter.with_adapter(self.trainer, state, initial, self._base_model)
+            state = with_adapter(self.trainer, state, initial, self._base_model)
         self._agents[agent] = state
         self._install(agent)
         return state.step
@@ -171,7 +172,6 @@ class LearnerHost(AgentHost):
         )
 
     def close(self, agent: str) -> None:
-        """Forget the agent."""
         self._agents.pop(agent, None)
         if self._installed == agent:
             self._installed = None
@@ -264,7 +264,6 @@ class Learner:
         return self.host.step(_AGENT)
 
     def report_progress_to(self, progress: Progress) -> None:
-        """Report the progress of rounds here from now on."""
         self._progress = progress
 
     def unfit(self, row: TokenRow) -> str | None:

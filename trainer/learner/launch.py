@@ -9,12 +9,10 @@ IDLE_TIMEOUT = timedelta(days=30)  # there may be hours without traffic between 
 
 
 def processes() -> int:
-    """Return the number of processes of the launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """Return this process's rank."""
     return int(os.environ.get("RANK", "0"))
 
 

@@ -2,7 +2,7 @@
 
 Useful rates differ by a factor of a thousand between models; the policy shift of a good round does not. The shift is
 the k3 estimator of the KL from the new policy to the old one, less the floor that rounding alone reads as
-(trainer/learner/policy_shift.py). It grows with the square of a small step, therefore
+(trainer/learner/training_round.py). It grows with the square of a small step, therefore
 
     rate of the next round = rate * sqrt(target / (k3 - floor))
 
@@ -115,7 +115,6 @@ def target_shift(state: RateState, shift: RoundShift) -> float:
 
 
 def next_state(state: RateState, shift: RoundShift, limits: Bounds) -> RateState:
-    """Return the state after a round."""
     first = shift.entropy if state.first_entropy is None else state.first_entropy
     seen = _SEEN * shift.floor
     expected = max(target_shift(state, shift) * shift.scale**2, seen)
@@ -169,7 +168,6 @@ class LearningRateController:
         return self._state.rate
 
     def rate_at(self, step: int) -> float:
-        """Return the rate of a round that begins at this optimizer step, by the schedule."""
         return self._state.rate * schedule(self._settings, step)
 
     def target(self, tokens: int, trajectories: int) -> float:
@@ -181,7 +179,6 @@ class LearningRateController:
         return target_shift(self._state, shift)
 
     def update(self, shift: RoundShift) -> None:
-        """Adapt the rate to a round."""
         if self.adapts:
             self._state = next_state(self._state, shift, self.bounds)
 

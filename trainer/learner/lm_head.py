@@ -212,6 +212,5 @@ def _left_out(z: torch.Tensor, least: torch.Tensor, place: torch.Tensor, inside:
 
 
 def _places(targets: torch.Tensor, ids: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the targets' places in a tile of the vocabulary, and whether they are in it."""
     place = targets - ids.start
     return place.clamp(0, ids.stop - ids.start - 1), (targets >= ids.start) & (targets < ids.stop)

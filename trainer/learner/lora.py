@@ -13,7 +13,7 @@ from ratchet.trainer.learner.launch import processes
 from ratchet.trainer.learner.learning_rate import LearningRateController
 from ratchet.trainer.learner.lora_linear import lora_config
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
-from ratchet.trainer.learner.sharding import attach_sharded
+from ratchet.trainer.learner.process_group import attach_sharded
 from ratchet.trainer.settings.learner_settings import AUTO, LearnerSettings
 
 

@@ -39,16 +39,13 @@ class Operation:
         self._on_change = on_change
 
     def start(self) -> None:
-        """Record that it runs."""
         self.running = True
         self._on_change()
 
     def add_rows(self, rows: int) -> None:
-        """Count rows as trained."""
         self.rows += rows
 
     def finish(self, answer: Answer) -> None:
-        """Record the answer."""
         self.answer = answer
         self._on_change()
 
@@ -79,7 +76,6 @@ class ComputeThread:
         self.running: Operation | None = None
 
     def start(self) -> None:
-        """Load the base model and begin."""
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
@@ -109,7 +105,6 @@ class ComputeThread:
                 log.info("event=operation_dropped agent=%s verb=%s", operation.agent, operation.verb)
 
     def set_share(self, agent: str, share: float) -> None:
-        """Set an agent's share of the compute time."""
         with self._changed:
             self._queue.set_share(agent, share)
 
@@ -119,7 +114,6 @@ class ComputeThread:
             return 0 if operation.running else len(self._queue) - 1 + (self.running is not None)
 
     def waiting_of(self, agent: str) -> int:
-        """Return the number of an agent's waiting operations."""
         with self._changed:
             return self._queue.waiting_of(agent)
 

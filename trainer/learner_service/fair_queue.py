@@ -62,7 +62,6 @@ class FairQueue(Generic[Item]):
         return sum(len(agent.short) + len(agent.rounds) for agent in self._agents.values())
 
     def waiting_of(self, agent: str) -> int:
-        """Return the number of an agent's waiting operations."""
         queue = self._agents.get(agent)
         return 0 if queue is None else len(queue.short) + len(queue.rounds)
 
@@ -71,7 +70,6 @@ class FairQueue(Generic[Item]):
         self._agent(agent).share = share
 
     def push(self, agent: str, item: Item, *, is_round: bool) -> None:
-        """Add an operation."""
         queue = self._agent(agent)
         if queue.is_idle:
             queue.virtual_time = max(queue.virtual_time, self._virtual_time - MAX_LAG_SECONDS)

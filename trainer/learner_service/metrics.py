@@ -27,7 +27,6 @@ class LearnerMetrics:
         self._agents = Gauge("ratchet_learner_agents", "Open agents", registry=registry)
 
     def count(self, operation: Operation, seconds: float) -> None:
-        """Count an operation that ran."""
         state = "failed" if operation.answer is None or operation.answer.error else "done"
         self._operations.labels(operation.agent, operation.verb, state).inc()
         self._seconds.labels(operation.agent, operation.verb).inc(seconds)

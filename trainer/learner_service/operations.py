@@ -51,7 +51,6 @@ class AgentSessions:
         self._by_id: dict[str, AgentSession] = {}
 
     def all(self) -> tuple[AgentSession, ...]:
-        """Return the sessions by agent."""
         return tuple(sorted(self._by_id.values(), key=lambda one: one.agent))
 
     def of_agent(self, agent: str) -> AgentSession | None:
@@ -59,7 +58,6 @@ class AgentSessions:
         return next((one for one in tuple(self._by_id.values()) if one.agent == agent), None)
 
     def add(self, session: AgentSession) -> None:
-        """Add the session of an agent that has none."""
         self._by_id[session.id] = session
 
     def remove(self, session: AgentSession) -> None:
@@ -217,7 +215,6 @@ class AgentOperations:
         return answer(session)
 
     def failure(self, agent: str, error: TrainerError) -> Answer:
-        """Return the answer of an operation that failed."""
         session = self._sessions.of_agent(agent) or AgentSession(agent, 1.0, id="")
         return Answer(session.id, session.revision, session.step, error=type(error).__name__, message=str(error))
 
@@ -258,5 +255,4 @@ class AgentOperations:
 
 
 def answer(session: AgentSession, result: Any = None) -> Answer:
-    """Return the answer of an operation that succeeded."""
     return Answer(session.id, session.revision, session.step, msgspec.Raw(encode(result)))

@@ -176,7 +176,6 @@ class LearnerServer:
         return msgspec.structs.replace(self._base, ready=self.thread.ready)
 
     def raise_error(self) -> None:
-        """Raise the error that ended the compute thread, if there was one."""
         if self._error is not None:
             raise self._error
 
@@ -336,7 +335,6 @@ class _HostGroup:
         return distributed.LeadingHost(self._channel, self._base_model, self._process)
 
     def close(self) -> None:
-        """Let the other processes end."""
         if self._channel is not None:
             self._channel.close()
 

@@ -1,13 +1,10 @@
-"""The trainer's Prometheus metrics, served by its own HTTP server. docs/metrics.md documents every name.
-
-Counts that the store keeps (drops, active alarms) are read on each scrape, so they survive restarts; they are missing
-while the store does not answer. All other values are counted by this process.
-"""
+"""The finding of a check: a number, its alarm, and the remedy."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,9 +15,36 @@ from ratchet.store.records import JudgeRequest, Round
 from ratchet.store.states import ResampleState, RoundState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.observability.progress import PhaseProgress
 from ratchet.trainer.statistics import MeanDifference
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check measured about one subject.
+
+    check            name of the check and of its alarm
+    metric           the metric that shows the value
+    subject          the tool or task family, "" for the whole alias
+    value            the measurement
+    reason           why it is an alarm, in one sentence with the remedy; None if there is no problem
+    blocks_training  whether training waits until it is gone
+    blocks_release   whether no version is promoted without an approval
+    """
+
+    check: str
+    metric: str
+    subject: str
+    value: float
+    reason: str | None = None
+    blocks_training: bool = False
+    blocks_release: bool = False
+
+
+# The trainer's Prometheus metrics, served by its own HTTP server. docs/metrics.md documents every name.
+#
+# Counts that the store keeps (drops, active alarms) are read on each scrape, so they survive restarts; they are missing
+# while the store does not answer. All other values are counted by this process.
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # an additional sample per counter with its creation time
 
@@ -115,7 +139,6 @@ class MetricsRegistry:
             registry.register(self._stored)
 
     def add_agent(self, alias: str) -> None:
-        """Show what the store counts for an agent."""
         if self._stored is not None:
             self._stored.aliases = tuple(dict.fromkeys((*self._stored.aliases, alias)))
 
@@ -151,7 +174,6 @@ class TrainerMetrics:
 
     @property
     def registry(self) -> CollectorRegistry:
-        """The registry of the process."""
         return self.process.registry
 
     def findings(self, findings: Sequence[Finding], *, paused: bool) -> None:
@@ -179,7 +201,6 @@ class TrainerMetrics:
                 self.process.round[name].labels(self._alias).set(committed.metrics[key])
 
     def judge_requests(self, requests: Sequence[JudgeRequest]) -> None:
-        """Count the tokens of a judge's requests."""
         for one in requests:
             self.process.judge_tokens.labels(self._alias, "prompt").inc(one.prompt_tokens)
             self.process.judge_tokens.labels(self._alias, "completion").inc(one.completion_tokens)
@@ -194,7 +215,6 @@ class TrainerMetrics:
                 self.process.difference.labels(self._alias, bound).set(value)
 
     def evaluating(self, running: bool) -> None:
-        """Show whether a candidate is being evaluated."""
         self.process.evaluating.labels(self._alias).set(running)
 
     def progress(self, progress: PhaseProgress) -> None:
@@ -209,7 +229,6 @@ class TrainerMetrics:
 
 
 def _remove_agent(gauge: Gauge, alias: str) -> None:
-    """Remove an agent's values from a gauge."""
     samples = [sample for family in gauge.collect() for sample in family.samples]
     for sample in samples:
         if sample.labels["alias"] == alias:

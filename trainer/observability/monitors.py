@@ -26,7 +26,7 @@ from ratchet.store.records import Decision, Round
 from ratchet.store.states import RoundState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import PluginError, SettingError
-from ratchet.trainer.user_code.plugins import MONITORS, load_plugin
+from ratchet.trainer.user_code import MONITORS, load_plugin
 
 log = logging.getLogger(__name__)
 

@@ -47,13 +47,11 @@ class RunningMeans:
         self._divisors: Counter[str] = Counter()
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Add one row of metrics."""
         for name, value in row.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
             self._divisors[name] += 1
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each metric seen so far."""
         return {name: total / self._divisors[name] for name, total in self._sums.items()}
 
 
@@ -69,14 +67,12 @@ class PhaseProgress(ProgressRate):
     ended: bool = False
 
     def format_log_line(self) -> str:
-        """Return the progress as keys and values."""
         parts = [f"phase={self.phase}", f"done={self.done:g}", f"total={self.total:g}"]
         if self.seconds_per_item is not None and self.eta_seconds is not None:
             parts += [f"seconds_per_item={self.seconds_per_item:.3g}", f"eta_seconds={self.eta_seconds:.0f}"]
         return " ".join([*parts, *(f"{name}={value:.4g}" for name, value in self.means.items())])
 
     def format_sentence(self) -> str:
-        """Return the progress for people."""
         parts = [f"{self.phase} {self.done:g} of {self.total:g}"]
         if self.seconds_per_item is not None and self.eta_seconds is not None:
             left = f"{datetime.timedelta(seconds=round(self.eta_seconds))} left"
@@ -100,7 +96,6 @@ class PeriodicLines:
         self._written_at: dict[str, float] = {}  # phase -> its seconds at the last line
 
     def __call__(self, progress: PhaseProgress) -> None:
-        """Receive progress."""
         before = self._written_at.get(progress.phase, 0.0)
         if progress.seconds < before:  # the phase began again
             before = 0.0
@@ -129,7 +124,6 @@ class PhaseBars:
         self._lock = threading.Lock()
 
     def __call__(self, progress: PhaseProgress) -> None:
-        """Receive progress."""
         with self._lock:
             task = self._tasks.get(progress.phase)
             if task is None:
@@ -155,7 +149,6 @@ class NotebookBars:
         self._lock = threading.Lock()
 
     def __call__(self, progress: PhaseProgress) -> None:
-        """Receive progress."""
         from IPython.display import display
 
         with self._lock:
@@ -257,11 +250,9 @@ class Phase:
             self._notify(self.snapshot())
 
     def end(self) -> None:
-        """End the phase."""
         self._notify(self.snapshot(ended=True))
 
     def snapshot(self, ended: bool = False) -> PhaseProgress:
-        """Return the progress so far."""
         with self._lock:
             seconds = self._clock() - self._started_at
             return PhaseProgress(self.name, self._done, self._total, seconds, self._means.means(), ended)
@@ -282,7 +273,6 @@ class Progress:
         return phase
 
     def note(self, name: str, **metrics: float) -> None:
-        """Add a row of metrics to the means of a phase, if it is running."""
         if name in self._phases:
             self._phases[name].note(**metrics)
 
@@ -332,5 +322,4 @@ def watch_for_command() -> Watcher:
 
 
 def print_line(text: str) -> None:
-    """Print a line on stderr, above the bars."""
     _console.print(text, markup=False, emoji=False)

@@ -78,7 +78,6 @@ class LearnerMemory:
 
     @property
     def total(self) -> int:
-        """Bytes on the GPU."""
         return self.weights + self.adapter + self.gradients + self.optimizer + self.activations + self.runtime
 
 
@@ -94,7 +93,6 @@ class ServingMemory:
 
     @property
     def fixed(self) -> int:
-        """Bytes on the GPU before any cache."""
         return self.weights + self.adapters + self.activations + self.runtime
 
     @property
@@ -114,7 +112,6 @@ class Activations(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes on the GPU."""
         return self.kept + max(self.logits, self.one_layer + self.gradients)
 
 

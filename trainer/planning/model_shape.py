@@ -160,12 +160,10 @@ class ModelShape:
 
     @property
     def key_value(self) -> int:
-        """Width of the keys, and of the values."""
         return self.kv_heads * self.head_dim
 
     @property
     def dense_layers(self) -> int:
-        """Layers with an ordinary MLP."""
         return self.layers - (self.experts.sparse_layers if self.experts else 0)
 
 
@@ -344,7 +342,6 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All parameters."""
         return self.linear + self.experts + self.embeddings + self.other + self.vision
 
 
@@ -375,7 +372,6 @@ def linear_layers(shape: ModelShape) -> tuple[Linear, ...]:
 
 
 def count_parameters(shape: ModelShape) -> ParameterCount:
-    """Return the parameters of a base model, exact."""
     linears = linear_layers(shape)
     biases = sum(linear.outputs * linear.copies for linear in linears if linear.bias)
     norms = (shape.norms_per_layer * shape.layers + 1) * shape.hidden

@@ -72,7 +72,6 @@ class GpuPlacement:
         )
 
     def serving(self, shape: ModelShape, context: int) -> ServingMemory:
-        """Return vLLM's memory with this context."""
         return serving_memory(
             shape, context, tensor_parallel=self.tensor_parallel_size, gpu_bytes=self.gpu_bytes,
             max_loras=self.max_loras, rank=self.max_lora_rank, max_num_seqs=self.max_num_seqs,

@@ -22,8 +22,8 @@ from ratchet.store.records import Call, PastScore, Policy, Transcript
 from ratchet.store.statistics import interval
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer, replicas_that_serve
-from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
+from ratchet.trainer.controller.judges.judgement import Judge
+from ratchet.trainer.controller.judges.kinds.combined import judge_in_both_orders
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import EngineError, EngineUnreachable, SettingError, TrainerError, TuningError
 from ratchet.trainer.release.candidates import version_name
@@ -110,11 +110,9 @@ class PairedEvaluation:
 
     @property
     def worse(self) -> bool:
-        """Whether the candidate is shown to be worse."""
         return self.high < 0
 
     def describe(self) -> str:
-        """Return the figures as one clause."""
         return (
             f"on {self.prompts} held-out {self.what} {self.candidate:.3f} against {self.live:.3f}: "
             f"difference {self.difference:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
@@ -139,7 +137,6 @@ class EvaluationResult:
     changed: bool = False
 
     def evidence(self) -> dict[str, Any]:
-        """Return it in the form of a decision's evidence."""
         evidence: dict[str, Any] = {"evaluation": asdict(self.first)} if self.first else {}
         if self.second:
             evidence["second_evaluation"] = {"judge": self.second_judge} | asdict(self.second)
@@ -228,7 +225,6 @@ class SecondOpinion:
     high: float
 
     def evidence(self) -> dict[str, Any]:
-        """Return it in the form of a decision's evidence."""
         return {"second_judge": asdict(self)}
 
     def blocking_reason(self, first: MeanDifference) -> str | None:
@@ -265,7 +261,6 @@ class SecondOpinionRunner:
         return opinion.result()
 
     def close(self) -> None:
-        """Stop asking, and close the judge."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._judge.close()
 
@@ -487,7 +482,6 @@ class PreReleaseChecks:
 
     @property
     def is_running(self) -> bool:
-        """Whether one runs, or waits to be repeated."""
         return any(one.is_running for one in (self.invariants, self.replay) if one is not None)
 
     def close(self) -> None:
@@ -565,7 +559,6 @@ class PromptEvaluator:
         self._samples = samples
 
     def close(self) -> None:
-        """Close the judges."""
         self._judge.close()
         if self._second is not None:
             self._second.close()

@@ -19,7 +19,7 @@ from ratchet.store.records import Call, Policy
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import SampledAnswer, VllmServer, replicas_that_serve
-from ratchet.trainer.controller.sentinel.answers import (
+from ratchet.trainer.controller.sentinel.checks import (
     asks_in_place_of_acting,
     has_invalid_tool_call,
     is_empty,

@@ -124,7 +124,6 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the swap is proven."""
         return self.outcome is ProofOutcome.PROVEN
 
 
@@ -182,12 +181,10 @@ def rounding_of(version: VersionLogprobs) -> float:
 
 
 def size_of(values: Sequence[float]) -> float:
-    """Return the root mean square."""
     return sqrt(fmean(value * value for value in values)) if values else 0.0
 
 
 def _decide(changes: Sequence[_Change], copy: _Change | None) -> tuple[_Change, ProofOutcome]:
-    """Return the outcome and the change that decides it."""
     own = [change for change in changes if not change.follows]
     if not own:
         return min(changes, key=lambda change: change.correlation), ProofOutcome.PROVEN
@@ -276,7 +273,6 @@ class _Change:
 
     @property
     def follows(self) -> bool:
-        """Whether the served change is the trained one."""
         error = _ERRORS * self.slope_error
         slope = _SLOPE[0] <= self.slope <= _SLOPE[1]
         slope = slope and _SURE_SLOPE[0] <= self.slope - error and self.slope + error <= _SURE_SLOPE[1]
@@ -371,7 +367,6 @@ class TrainerLogprobs:
         self._known: dict[bool | str, dict[tuple[int, ...], float]] = {}
 
     def score(self, sequences: Sequence[tuple[int, ...]], adapter: bool | str) -> list[float]:
-        """Return the logprob of the last token of each sequence."""
         known = self._known.setdefault(adapter, {})
         missing = list(dict.fromkeys(sequence for sequence in sequences if sequence not in known))
         if missing:

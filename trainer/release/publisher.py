@@ -26,7 +26,7 @@ from ratchet.trainer.errors import (
     EngineUnreachable,
 )
 from ratchet.trainer.learner_api import LogprobScorer
-from ratchet.trainer.observability.finding import Finding
+from ratchet.trainer.observability.metrics import Finding
 from ratchet.trainer.release.candidates import is_trained, version_name
 from ratchet.trainer.release.evaluation import PreReleaseChecks
 from ratchet.trainer.release.invariants import KIND as INVARIANTS
@@ -78,7 +78,6 @@ def blocking_reason(findings: Sequence[Finding]) -> str | None:
 
 
 def findings_evidence(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return findings in the form of a decision's evidence."""
     return {"sentinel": [asdict(finding) for finding in findings]} if findings else {}
 
 

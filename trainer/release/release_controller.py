@@ -14,7 +14,7 @@ from ratchet.store.reasons import DropReason
 from ratchet.store.records import BASE_VERSION, Decision, PastScore, Policy
 from ratchet.store.states import SERVING, PolicyAction, PolicyState, TuningKind, TuningState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.judgement import Judge
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.release.candidates import is_trained, version_name
 from ratchet.trainer.release.evaluation import SecondOpinionRunner, mean_difference
@@ -298,7 +298,6 @@ class ReleaseController:
     def _follow(
         self, policies: Sequence[Policy], serving: ServingVersions, history: Sequence[Decision], now: float
     ) -> None:
-        """Have the evidence be that of the versions that serve now."""
         assert serving.anchor is not None
         assert serving.live is not None
         newest = serving.ramp or serving.live
@@ -446,7 +445,6 @@ def _hold_reason(ramp: Policy | None, history: Sequence[Decision]) -> str | None
 
 
 def _served_since(serving: ServingVersions, history: Sequence[Decision]) -> float:
-    """Return when the ramp began."""
     assert serving.ramp is not None
     began = [one.decided_at for one in history if one.version == serving.ramp.version]
     return min(began) if began else serving.ramp.created_at

@@ -40,7 +40,6 @@ class Preferences:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, row: Row | str) -> None:
-        """Add a row, or count the reason why there is none."""
         if isinstance(row, str):
             self.skipped[row] += 1
         else:

@@ -43,13 +43,11 @@ class AnswerRecords:
         self._untrained: dict[AnswerKey, str] = {}
 
     def add(self, built: Rows) -> None:
-        """Add the rows of a trajectory."""
         self._untrained |= built.untrained_answers
         for row, answers in zip(built.rows, built.answers, strict=True):
             self._answers[row.trajectory_id, row.ids] = answers
 
     def leave_out(self, row: TokenRow, reason: str) -> None:
-        """Note that a row is not trained."""
         self._untrained |= dict.fromkeys(self._answers.pop((row.trajectory_id, row.ids), {}), reason)
 
     def of_round(self, rows: Sequence[TokenRow], mismatch: Sequence[bytes | None]) -> list[AnswerTraining]:
@@ -116,7 +114,6 @@ class Exported:
 
 
 def trajectory_record(one: Exported) -> dict[str, Any]:
-    """Return a trajectory as one record."""
     run, verdict, rows = one.transcript.trajectory, one.verdict, one.rows()
     return {
         "id": run.id,

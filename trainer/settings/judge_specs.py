@@ -26,8 +26,7 @@ from pydantic import (
 
 from ratchet.trainer.errors import JudgeError, PluginError
 from ratchet.trainer.settings.learner_settings import Section
-from ratchet.trainer.user_code.entry_points import ENTRY_POINT
-from ratchet.trainer.user_code.plugins import JUDGES, load_plugin, missing_plugin_remedy, plugin_names
+from ratchet.trainer.user_code import ENTRY_POINT, JUDGES, load_plugin, missing_plugin_remedy, plugin_names
 
 DROP: Final = "drop"
 

@@ -39,7 +39,7 @@ from functools import cache
 from typing import Any, Literal
 
 from ratchet.trainer.errors import PluginError, SettingError
-from ratchet.trainer.user_code.plugins import (
+from ratchet.trainer.user_code import (
     ADVANTAGE_ESTIMATORS,
     OBJECTIVE_PLUGINS,
     OWN_PLUGINS,

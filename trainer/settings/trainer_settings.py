@@ -31,7 +31,7 @@ from ratchet.trainer.settings.trainer_sections import (
     ResamplingSettings,
     SentinelSettings,
 )
-from ratchet.trainer.user_code.plugins import MONITORS, missing_plugin_remedy, plugin_names
+from ratchet.trainer.user_code import MONITORS, missing_plugin_remedy, plugin_names
 
 MAX_SCORES_PER_FAMILY = 512  # newest scores that a baseline uses
 _MIN_NORM = 1e-6  # a smaller gradient is lost in AdamW's epsilon of 1e-8

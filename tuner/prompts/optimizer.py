@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ratchet.trainer.errors import PluginError, SetAside, TuningError
-from ratchet.trainer.user_code.plugins import PROMPT_OPTIMIZERS, load_plugin
+from ratchet.trainer.user_code import PROMPT_OPTIMIZERS, load_plugin
 
 REFLECTION_MINIBATCH_SIZE = 3  # rollouts that one reflection reads
 

@@ -18,7 +18,7 @@ import msgspec
 
 from ratchet.store.records import JudgeRequest
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
-from ratchet.trainer.controller.judges.truncation import truncated_json
+from ratchet.trainer.controller.judges.transcript_json import truncated_json
 from ratchet.trainer.errors import JudgeUnavailable, TuningError, Unanswered
 from ratchet.tuner.prompts.optimizer import Example
 from ratchet.tuner.prompts.trials import Budget

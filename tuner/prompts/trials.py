@@ -24,7 +24,7 @@ from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Transcript
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.truncation import shortened
+from ratchet.trainer.controller.judges.transcript_json import shortened
 from ratchet.trainer.errors import BudgetExceeded, SetAside, TuningError, Unjudged
 from ratchet.trainer.statistics import Mark, Missing
 from ratchet.trainer.tasks import Task

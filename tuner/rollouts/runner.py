@@ -31,7 +31,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import TooManyFailures, WorkflowFailed
 from ratchet.trainer.observability.progress import Phase, Progress
 from ratchet.trainer.tasks import Task
-from ratchet.trainer.user_code.exit_guard import guarded_task
+from ratchet.trainer.user_code import guarded_task
 from ratchet.tuner.rollouts.workflow import Workflow
 from ratchet.tuner.settings import TunerSettings
 

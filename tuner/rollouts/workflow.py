@@ -37,16 +37,16 @@ from typing import Any, BinaryIO, Protocol
 
 from ratchet.store.statistics import SCORE_RANGE, number_of
 from ratchet.trainer.errors import NotCallable, NotImportable, WorkflowError, WorkflowFailed
-from ratchet.trainer.user_code.entry_points import (
+from ratchet.trainer.user_code import (
     ENTRY_POINT,
     accepted_parameters,
     adapted,
+    exit_failure,
     is_async,
     load,
     name_of,
     to_callable,
 )
-from ratchet.trainer.user_code.exit_guard import exit_failure
 
 __all__ = ["PARAMETERS", "FunctionWorkflow", "Workflow", "WorkflowOutput", "load_workflow"]
 

@@ -20,7 +20,7 @@ from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.records import Policy, Transcript
 from ratchet.store.states import RELEASE_EVALUATION, RolloutState, TuningState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.judgement import Judge
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.release.candidates import version_name
 from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation, Sides, compare_with_judge

@@ -21,7 +21,7 @@ from typing import Any, Self
 import httpx
 
 from ratchet.trainer.errors import NotCallable, TrainerError
-from ratchet.trainer.user_code.entry_points import ModelServer, accepted_parameters, is_async
+from ratchet.trainer.user_code import ModelServer, accepted_parameters, is_async
 
 log = logging.getLogger(__name__)
 

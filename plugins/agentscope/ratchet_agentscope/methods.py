@@ -17,7 +17,7 @@ from ratchet.api.tune_prompt import tune_prompt as search_prompt
 from ratchet.settings.load_settings import load
 from ratchet.trainer.errors import NotCallable, SettingError, WorkflowError
 from ratchet.trainer.tasks import TEST
-from ratchet.trainer.user_code.entry_points import name_of
+from ratchet.trainer.user_code import name_of
 from ratchet.tuner.rollouts.workflow import PARAMETERS
 from ratchet.tuner.selection.model_selection import Selection
 from ratchet_agentscope.functions import adapted_workflow

@@ -10,7 +10,7 @@ from typing import Any
 
 from ratchet.api.arguments import Tasks
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.user_code.judgement import Judgement
+from ratchet.trainer.user_code import Judgement
 from ratchet.tuner.rollouts.workflow import WorkflowOutput
 from ratchet.tuner.settings import SEARCH_ROLLOUTS
 

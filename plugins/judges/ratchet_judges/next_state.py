@@ -17,18 +17,15 @@ import msgspec
 from pydantic import Field
 
 from ratchet.store.records import JudgeRequest, Transcript, Verdict
-from ratchet.trainer.controller.judges import GroupJudgement
-from ratchet.trainer.controller.judges.images import JudgeImages
+from ratchet.trainer.controller.judges.judgement import MAX_COMPONENTS, DraftVerdict, GroupJudgement, version_of
 from ratchet.trainer.controller.judges.language_model import (
     JudgeModelSession,
     LanguageModel,
+    ask_unless_away,
     ask_within,
     key_of_model,
 )
-from ratchet.trainer.controller.judges.limits import MAX_COMPONENTS
-from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
-from ratchet.trainer.controller.judges.outages import ask_unless_away
-from ratchet.trainer.controller.judges.truncation import fitted
+from ratchet.trainer.controller.judges.transcript_json import JudgeImages, fitted
 from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import JudgeTraits, ModelSpec
 

@@ -26,7 +26,7 @@ from ratchet.store.records import PastScore, Policy, Prompt, Transcript
 from ratchet.store.states import PolicyState, PromptMode
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
-from ratchet.trainer.controller.judges.truncation import fitted_each, shortened
+from ratchet.trainer.controller.judges.transcript_json import fitted_each, shortened
 from ratchet.trainer.errors import JudgeUnavailable, TuningError
 
 log = logging.getLogger(__name__)

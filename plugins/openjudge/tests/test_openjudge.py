@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.judgement import Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec

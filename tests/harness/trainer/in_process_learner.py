@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.trainer.controller_service.learner_work import LearnerFactory
-from ratchet.trainer.learner import distributed, launch
+from ratchet.trainer.learner import distributed
 from ratchet.trainer.learner.host import Learner, LearnerHost
+from ratchet.trainer.learner.launch import processes
 from ratchet.trainer.learner_api import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -50,7 +51,7 @@ def make_learner(settings: TrainerSettings, resume_from: str | None) -> LearnerP
 
 def run_with_learner(run: Callable[[LearnerFactory], int]) -> int:
     """Run the controller with a learner of this process and its group; return the exit code."""
-    if launch.processes() == 1:
+    if processes() == 1:
         return run(make_learner)
     channel = distributed.FollowerChannel()
     if not distributed.is_leader():

@@ -64,7 +64,6 @@ def parse_manifest(content: bytes, url: str) -> dict[str, tuple[int, str]]:
 
 
 def format_manifest(files: Mapping[str, tuple[int, str]]) -> str:
-    """Return the text of a manifest."""
     sizes = {name: size for name, (size, _) in files.items()}
     digests = {name: digest for name, (_, digest) in files.items()}
     return json.dumps({"bytes": sizes, "sha256": digests}, indent=2) + "\n"
@@ -206,7 +205,6 @@ def _evict(cache: Path, *, keep: Path, max_cache_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _locked(cache: Path) -> Iterator[None]:
-    """Hold the cache's lock, which its processes share."""
     with (cache / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

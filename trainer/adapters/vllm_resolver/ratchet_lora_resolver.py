@@ -51,7 +51,6 @@ def make_resolver(store: str) -> Any:
         """Loads adapters from the adapter store."""
 
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
-            """Return the request that loads the adapter, or None."""
             named = _NAME.fullmatch(lora_name)
             if named is None:
                 return None
@@ -78,7 +77,6 @@ def make_resolver(store: str) -> Any:
 
 
 def url_of(store: str, agent: str, version: int) -> str:
-    """Return the URL of an agent's version, as the trainer writes it."""
     return f"{store.rstrip('/')}/{agent}/checkpoints/{version:04d}"
 
 

@@ -27,8 +27,7 @@ from ratchet.trainer.controller.collect.grouping import (
     plan_cohorts,
     plan_groups,
 )
-from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
-from ratchet.trainer.controller.collect.resampling.resampler import Resampler
+from ratchet.trainer.controller.collect.resampler import KEY_VARIABLE, Resampler
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.judge_specs import DROP, ByFamilySpec, CompositeSpec, FeedbackSpec, JudgeSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -88,7 +87,6 @@ class RoleResolver:
         return self.roles.named(calls, self._store.trajectories.system_prompt)
 
     def without_trained_role(self, trajectories: Sequence[Trajectory]) -> set[str]:
-        """Return the ids of the trajectories that have no call of a trained role."""
         if not self.roles.train:
             return set()
         return {one.id for one in trajectories if not self._has_trained_role(one)}
@@ -164,11 +162,9 @@ class TrajectoryCollector:
 
     @property
     def is_resampling(self) -> bool:
-        """Whether a trajectory waits for its resamples."""
         return self._resampler.is_waiting
 
     def close(self) -> None:
-        """Stop resampling."""
         self._resampler.close()
 
     def seal(self, now: float, waiting: Set[str] = ALL_KINDS) -> float | None:

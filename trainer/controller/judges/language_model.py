@@ -1,9 +1,8 @@
-"""A language model that judges ask, through the `openai` client: any OpenAI-compatible URL, with or without /v1.
+"""Which errors of a judge's endpoint are outages: trajectories wait for them, and no attempt of the judge is counted.
 
-Guarantees: every request and response is recorded as a JudgeRequest, failed ones included, without the API key. An
-answer that cannot be used is requested again with the reason; a busy endpoint is asked again after a pause; at most
-`max_attempts` in total. The client's own retries are off, because they would not be recorded. The request asks for a
-JSON schema; if the endpoint refuses that, for JSON; else for text.
+An outage is no connection, a refused credential (401, 403), a limit (429) and a gateway or server that takes no request
+(502, 503, 504). Everything else may be caused by what was asked, and would come back: it is an attempt. That includes
+500, 400 and a time-out while the endpoint answers.
 """
 
 from __future__ import annotations
@@ -20,9 +19,53 @@ import msgspec
 from ratchet.store.errors import install_hint
 from ratchet.store.ids import new_id
 from ratchet.store.records import JudgeRequest
-from ratchet.trainer.controller.judges.outages import is_unreached, remedy_of
+from ratchet.trainer.controller.judges.judgement import DraftVerdict
 from ratchet.trainer.errors import JudgeAway, JudgeError, JudgeUnavailable, QuestionTooLong
 from ratchet.trainer.settings.judge_specs import ModelSpec
+
+_UNREACHED = ("ConnectError", "ConnectTimeout", "ProxyError")  # by name: `openai` brings a copy of httpx
+_REFUSED = (401, 403)
+_LIMITED = 429
+_AWAY = (502, 503, 504)
+
+
+def ask_unless_away(away: str | None, ask: Callable[[], DraftVerdict]) -> tuple[DraftVerdict, str | None]:
+    """Return the draft verdict of `ask`, and why the endpoint is away; if it was `away` before, it is not asked."""
+    if away is None:
+        try:
+            return ask(), None
+        except JudgeAway as error:
+            away = str(error)
+    return DraftVerdict.failed(away), away
+
+
+def is_unreached(error: BaseException | None) -> bool:
+    """Return whether an error of httpx says that no connection was made, so that nothing was sent."""
+    return type(error).__name__ in _UNREACHED
+
+
+def remedy_of(status: int | None, credential: str, address: str) -> str | None:
+    """Return the remedy of an outage; None for other errors.
+
+    status      of the response; None: no connection
+    credential  what to do if it is refused
+    address     the setting that names the endpoint
+    """
+    if status in _REFUSED:
+        return credential
+    if status == _LIMITED:
+        return "a limit of the endpoint is reached: raise it there, or lower the judge's `concurrency`"
+    if status is None or status in _AWAY:
+        return f"see that the endpoint is up and `{address}` is right"
+    return None
+
+
+# A language model that judges ask, through the `openai` client: any OpenAI-compatible URL, with or without /v1.
+#
+# Guarantees: every request and response is recorded as a JudgeRequest, failed ones included, without the API key. An
+# answer that cannot be used is requested again with the reason; a busy endpoint is asked again after a pause; at most
+# `max_attempts` in total. The client's own retries are off, because they would not be recorded. The request asks for a
+# JSON schema; if the endpoint refuses that, for JSON; else for text.
 
 _T = TypeVar("_T")
 _CONNECT_TIMEOUT = 10.0  # seconds
@@ -158,7 +201,6 @@ class LanguageModel:
         raise self._unavailable(problem, remedy)
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def _unavailable(self, problem: str, remedy: str | None) -> JudgeUnavailable:

@@ -33,7 +33,6 @@ def oldest_fresh(policies: Sequence[Policy], max_staleness: int) -> int:
 
 
 def versions_ahead(policies: Sequence[Policy]) -> int:
-    """Return the number of trained versions after the live one."""
     live = max((policy.version for policy in policies if policy.state is PolicyState.LIVE), default=BASE_VERSION)
     return sum(step > live for step in _steps(policies))
 

@@ -34,7 +34,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote, number_of
 from ratchet.trainer.controller.advantages import AdvantageEstimator, JudgedGroup, MemberAdvantages
 from ratchet.trainer.controller.collect.collector import RoleResolver
-from ratchet.trainer.controller.judging.judge_runner import JudgedGroupCache, TranscriptCache
+from ratchet.trainer.controller.judges.judge_runner import JudgedGroupCache, TranscriptCache
 from ratchet.trainer.controller.rounds.backlog import RoundSize, age
 from ratchet.trainer.errors import (
     CheckpointDamaged,
@@ -46,8 +46,7 @@ from ratchet.trainer.errors import (
 )
 from ratchet.trainer.learner_api import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.build_rows import ALL_ROLES, AnswerKey, Rows, build_rows
-from ratchet.trainer.rows.probes import ROWS, contexts
-from ratchet.trainer.rows.token_row import Roles, TokenRow
+from ratchet.trainer.rows.token_row import ROWS, Roles, TokenRow, contexts
 from ratchet.trainer.rows.trajectory_export import AnswerRecords
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
@@ -81,12 +80,10 @@ class MemoryLimit:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the next round is smaller than the settings say."""
         return self._failures > 0
 
     @property
     def learner_settings(self) -> LearnerSettings:
-        """The learner's settings for the next round."""
         if not self._failures:
             return self._settings
         budget = self._settings.token_budget // _BUDGET_DIVISOR if self._failures < _SINGLE_ROWS else 1
@@ -405,7 +402,6 @@ class RoundRunner:
         return [one.id for one in self._store.trajectories.page(2 * ROWS, chosen=TrajectoryFilter(alias=alias))]
 
     def _drop_groups(self, started: Round, groups: Sequence[Group], reason: DropReason, detail: str) -> None:
-        """Abandon a round and drop its groups, with an alarm."""
         self._store.rounds.abandon(started.id, detail)
         for group in groups:
             self._store.groups.drop(group.id, reason)
@@ -439,7 +435,6 @@ class RoundRunner:
 
 
 def _by_answer(teacher: TeacherScore | None) -> dict[AnswerKey, tuple[float, ...]]:
-    """Return a teacher's logprobs by answer."""
     answers = teacher.answers if teacher is not None else ()
     return {(one.call_id, one.choice): unpack_logprobs(one.logprobs) for one in answers}
 
@@ -452,7 +447,6 @@ def _reward(judged: Sequence[JudgedGroup], groups: Sequence[Group]) -> dict[str,
 
 
 def _groups_with_rows(groups: Sequence[Group], rows: Sequence[TokenRow]) -> list[Group]:
-    """Return the groups that have a trained row."""
     trained = {row.trajectory_id for row in rows}
     return [group for group in groups if not trained.isdisjoint(group.members)]
 

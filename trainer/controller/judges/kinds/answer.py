@@ -5,8 +5,7 @@ or in a column of the task set; a task without one is a failure, not a zero.
 
 The rules are hard to exploit: `contains` requires whole words ("4" is not in "14" or "4.5"), a short answer and no
 other candidate beside it ("Rome, Paris, Oslo"); `numeric` reads only the last number, which must not be part of a list.
-Neither accepts a denial ("It is not Oslo"). `answer_statement.py` describes the rules and their limits; `exact` needs
-none of them.
+Neither accepts a denial ("It is not Oslo"); `exact` needs none of these rules.
 """
 
 from __future__ import annotations
@@ -22,10 +21,13 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import GroupJudgement, opinion
-from ratchet.trainer.controller.judges.kinds.answer_statement import LIMITS, is_stated
-from ratchet.trainer.controller.judges.opinion import DraftVerdict, response_of
+from ratchet.store.records import Transcript
+from ratchet.trainer.controller.judges.judgement import (
+    DraftVerdict,
+    NamedJudge,
+    response_of,
+    version_of,
+)
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import AnswerSpec
 
@@ -33,37 +35,24 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+
 _EDGES = " \t\n.,;:!?\"'`*()[]{}$"
 
 
-class AnswerJudge:
+class AnswerJudge(NamedJudge):
     """Compares with the answers of a file or of a task set."""
 
-    concurrency = 1
-
     def __init__(self, spec: AnswerSpec, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(clock)
         self._spec = spec
         self._answers = {} if spec.answers is None else read_answers(spec.answers)
         _check_reachable(spec, [one for correct in self._answers.values() for one in correct])
-        self._clock = clock
         self.name = f"answer:{spec.match}"
-        self.version = opinion.version_of(spec.model_dump_json(), sorted(self._answers.items()))
+        self.version = version_of(spec.model_dump_json(), sorted(self._answers.items()))
 
     @property
     def limits(self) -> str | None:
         """Return the limits of the rule, for `judge lint`."""
         return None if self._spec.match == "exact" else LIMITS
 
-    def close(self) -> None:
-        """Do nothing."""
-
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
-        """Return one verdict per member, in order."""
-        return GroupJudgement(tuple(self._verdict(group_id, member) for member in members))
-
-    def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
-        return self._opinion(member).verdict(
-            member, group_id, judge=self.name, version=self.version, judged_at=self._clock()
-        )
-
-    def _opinion(self, member: Transcript) -> DraftVerdict:
+    def opinion(self, member: Transcript) -> DraftVerdict:
+        """Return the draft verdict on one trajectory."""
         correct = self._correct_answers(member)
         if isinstance(correct, DraftVerdict):
             return correct
@@ -78,7 +67,6 @@ class AnswerJudge:
         return DraftVerdict.of(float(any(matches[spec.match](answer, one) for one in correct)))
 
     def _correct_answers(self, member: Transcript) -> tuple[str, ...] | DraftVerdict:
-        """Return the correct answers of a task, or a failure."""
         task, column = member.trajectory.task, self._spec.column
         if column is None:
             found = self._answers.get(task or "")
@@ -152,7 +140,6 @@ def folded(text: str) -> str:
 
 
 def exact(answer: str, correct: str) -> bool:
-    """Return whether the answer is exactly the correct one."""
     return plain(answer) == plain(correct)
 
 
@@ -186,3 +173,86 @@ def _last(text: str) -> re.Match[str] | None:
 
 def _value(number: re.Match[str]) -> float:
     return float(number[0].replace(",", ""))
+
+
+# Decides whether a text states an answer, rather than denies it or lists it among several candidates. Pure.
+#
+# The rules match words, they do not parse sentences. In doubt the answer is not stated, so that agents gain nothing
+# from lists, denials or hedging.
+
+LIMITS = (
+    "the rule matches words: it detects lists (Rome, Oslo; Rome or Oslo) and common English denials, but neither "
+    "several statements (It is Rome. It is Oslo.) nor other denials; match: exact avoids both"
+)
+
+_SENTENCE = re.compile(r"(?<!\n\d)(?<!\n\d\d)[.!?](?=\s|$)")  # "1. Rome" is a line of a list
+_CLAUSE = re.compile(rf"{_SENTENCE.pattern}|[;:\n,]|(?<!anything )\bbut\b")
+_SEPARATOR = re.compile(r"[,;/|\n&]|\b(?:or|and|nor)\b")
+_NOT = r"(?:is|was|are|do|does|wo|ca)n['\u2019]t"
+_DENIED_BEFORE = re.compile(
+    rf"\b(?:not|no|never|neither|nor|cannot|without|except|unlike|hardly|impossible|{_NOT}|instead of|rather than|"
+    r"other than|anything but)\b"
+)
+_HARMLESS = re.compile(r"\b(?:no|without(?: a)?|not any|never any) doubt\b")
+_DENIED_AFTER = re.compile(rf"^[\"'*\s]*(?:(?:is|was|would be)\s+(?:not|wrong|false|incorrect)|not|{_NOT})\b")
+# A short piece that starts so is a remark, not another candidate: "Oslo, of course", "4, which is even".
+_REMARK = re.compile(
+    r"(?:not|of|in|on|at|by|for|from|to|with|as|i|it|we|you|he|she|they|that|this|there|which|who|where|when|because|"
+    r"since|so|if|is|are|was|were|has|have|then|thus|hence|please|thanks|yes|no|sir|although|though|while|according)\b"
+)
+_OPENING = re.compile(
+    r"(?:therefore|thus|hence|so|then|after|before|finally|consequently|altogether|overall|ok|okay|sure|yes|no|well|"
+    r"actually|clearly|as|if|since|because|when|while|although|though|given|according|based|by|from|in|for|with|to|"
+    r"of course|i think|i believe|\w+ing)\b|.*:$"
+)
+_MARKS = " \t\n\"'`*()[]{}$.!?"
+_BULLET = re.compile(r"^(?:[-*\u2022]|\d+[.)])\s+|^(?:either|both|the|a|an)\s+")
+_NEAR = 1000  # characters
+_EXTRA_WORDS = 1  # of another candidate
+
+
+def is_stated(text: str, start: int, end: int) -> bool:
+    """Return whether a folded text states its piece from `start` to `end`, judged by the text around it."""
+    begin = max(0, start - _NEAR)
+    text, start, end = text[begin : end + _NEAR], start - begin, end - begin
+    return not _is_denied(text, start, end) and not _is_listed("\n" + text, start + 1, end + 1)
+
+
+def _is_denied(text: str, start: int, end: int) -> bool:
+    begin = max((match.end() for match in _CLAUSE.finditer(text, 0, start)), default=0)
+    before = _HARMLESS.sub(" ", text[begin:start])
+    return _DENIED_BEFORE.search(before) is not None or _DENIED_AFTER.match(text[end:]) is not None
+
+
+def _is_listed(text: str, start: int, end: int) -> bool:
+    """Return whether the sentence has another candidate beside the piece."""
+    begin = max((match.end() for match in _SENTENCE.finditer(text, 0, start)), default=0)
+    stop = next((match.start() for match in _SENTENCE.finditer(text, end)), len(text))
+    size = len(text[start:end].split())
+    after = _SEPARATOR.split(text[end:stop])
+    if len(after) > 1 and not _words(after[0]):
+        following = next((piece for piece in after[1:] if _words(piece)), "")
+        if _is_candidate(following, size):
+            return True
+    before, between = _SEPARATOR.split(text[begin:start]), _SEPARATOR.findall(text[begin:start])
+    if _words(before[-1]) or _words(after[0]):
+        return False  # the piece is part of a clause
+    known = [(piece, mark) for piece, mark in zip(before[:-1], between, strict=True) if _words(piece)]
+    return bool(known) and (_is_beside(*known[-1], size) or any(_is_candidate(piece, size) for piece, _ in known))
+
+
+def _is_beside(piece: str, mark: str, size: int) -> bool:
+    """Return whether the piece before the answer is another candidate rather than an opening."""
+    if mark == "\n":
+        return _is_candidate(piece, size)
+    return mark not in ",;" or not _OPENING.match(" ".join(piece.split()))
+
+
+def _is_candidate(piece: str, size: int) -> bool:
+    words = _words(piece)
+    phrase = " ".join(words)
+    return bool(words) and len(words) <= size + _EXTRA_WORDS and not (_REMARK.match(phrase) or _OPENING.match(phrase))
+
+
+def _words(piece: str) -> list[str]:
+    return _BULLET.sub("", piece.lstrip()).strip(_MARKS).split()

@@ -31,27 +31,34 @@ from typing import Any
 import msgspec
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import GroupJudgement
-from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
-from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
+from ratchet.trainer.controller.judges.judgement import (
+    DraftVerdict,
+    GroupJudgement,
+    NamedJudge,
+    read,
+    response_of,
+    version_of,
+)
+from ratchet.trainer.controller.judges.transcript_json import tool_outcomes
 from ratchet.trainer.errors import JudgeError, NotCallable, NotImportable
-from ratchet.trainer.user_code.entry_points import (
+from ratchet.trainer.user_code import (
     AcceptedParameters,
     ModelServer,
     ResponseText,
     accepted_parameters,
     adapted,
+    exit_failure,
+    guarded_task,
     is_async,
     load,
     name_of,
     to_callable,
 )
-from ratchet.trainer.user_code.exit_guard import exit_failure, guarded_task
 
 PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
 
 
-class FunctionJudge:
+class FunctionJudge(NamedJudge):
     """Judges with one Python function, called by at most `concurrency` threads at the same time."""
 
     def __init__(
@@ -61,10 +68,10 @@ class FunctionJudge:
         concurrency: int = 1,
         models: ModelServer | None = None,
     ) -> None:
+        super().__init__(clock)
         self.concurrency = concurrency
         self.name = function if isinstance(function, str) else name_of(function)
         self._function, self._accepted, source = _load(function, self.name, models)
-        self._clock = clock
         # One event loop per thread, so that an async function can keep a client.
         self._runners: dict[int, asyncio.Runner] = {}
         self.version = version_of(self.name, source)
@@ -80,7 +87,7 @@ class FunctionJudge:
             return GroupJudgement(tuple(self._verdict(group_id, member) for member in members))
         return GroupJudgement(tuple(self._loop().run(self._all(group_id, members))))
 
-    def opinion(self, values: Mapping[str, Any]) -> DraftVerdict:
+    def opinion_on(self, values: Mapping[str, Any]) -> DraftVerdict:
         """Judge one trajectory, given as the values of `arguments`."""
         try:
             answer = self._accepted.call(self._function, values)
@@ -89,7 +96,6 @@ class FunctionJudge:
             return _failed(error)
 
     def close(self) -> None:
-        """Close the event loops of an async function."""
         for runner in self._runners.values():
             if not runner.get_loop().is_running():  # else a judgement of a cancelled run is in progress
                 runner.close()
@@ -106,32 +112,16 @@ class FunctionJudge:
 
     def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
         started_at = time.perf_counter()
-        try:
-            opinion = read(self._call(member))
-        except (Exception, SystemExit) as error:  # noqa: BLE001  a user's judge may raise any exception
-            opinion = _failed(error)
-        return self._record(opinion, group_id, member, started_at)
+        opinion = self.opinion_on(arguments(member))
+        return self.record(opinion, group_id, member, latency=time.perf_counter() - started_at)
 
     async def _async_verdict(self, group_id: str | None, member: Transcript) -> Verdict:
         started_at = time.perf_counter()
         try:
-            opinion = read(await self._call(member))
+            opinion = read(await self._accepted.call(self._function, arguments(member)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  as above
             opinion = _failed(error)
-        return self._record(opinion, group_id, member, started_at)
-
-    def _call(self, member: Transcript) -> Any:
-        return self._accepted.call(self._function, arguments(member))
-
-    def _record(self, opinion: DraftVerdict, group_id: str | None, member: Transcript, started_at: float) -> Verdict:
-        return opinion.verdict(
-            member,
-            group_id,
-            judge=self.name,
-            version=self.version,
-            latency=time.perf_counter() - started_at,
-            judged_at=self._clock(),
-        )
+        return self.record(opinion, group_id, member, latency=time.perf_counter() - started_at)
 
 
 def arguments(member: Transcript) -> dict[str, Any]:

@@ -21,11 +21,14 @@ import msgspec
 
 from ratchet.store.content import messages as canon
 from ratchet.store.records import Transcript
-from ratchet.trainer.controller.judges import GroupJudgement
-from ratchet.trainer.controller.judges.images import JudgeImages
+from ratchet.trainer.controller.judges.judgement import (
+    DraftVerdict,
+    GroupJudgement,
+    NamedJudge,
+    version_of,
+)
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, Message, ask_within
-from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
-from ratchet.trainer.controller.judges.truncation import fitted_each
+from ratchet.trainer.controller.judges.transcript_json import JudgeImages, fitted_each
 from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import RulerSpec
 
@@ -54,15 +57,15 @@ class RankingPrompt:
     labels: Mapping[str, tuple[int, ...]]
 
 
-class RulerJudge:
+class RulerJudge(NamedJudge):
     """Scores a group with one request, repeated if the answer is invalid."""
 
     compares = True
 
     def __init__(self, spec: RulerSpec, model: LanguageModel, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(clock)
         self._spec = spec
         self._model = model
-        self._clock = clock
         self.concurrency = spec.concurrency
         self.name = f"{_NAME}:{spec.model}"
         self.version = version_of(
@@ -70,7 +73,6 @@ class RulerJudge:
         )
 
     def close(self) -> None:
-        """Close the connections to the model."""
         self._model.close()
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
@@ -85,18 +87,9 @@ class RulerJudge:
             opinions = dict.fromkeys(range(len(members)), DraftVerdict.failed(str(failed)))
             away = str(failed) if isinstance(failed, JudgeAway) else None
         seconds = (time.perf_counter() - started_at) / len(members)
-        cost = session.cost
+        cost = None if session.cost is None else session.cost / len(members)
         verdicts = [
-            opinions[place].verdict(
-                member,
-                group_id,
-                judge=self.name,
-                version=self.version,
-                cost=None if cost is None else cost / len(members),
-                latency=seconds,
-                judged_at=self._clock(),
-                judge_request_id=session.last,
-            )
+            self.record(opinions[place], group_id, member, cost=cost, latency=seconds, judge_request_id=session.last)
             for place, member in enumerate(members)
         ]
         return GroupJudgement(tuple(verdicts), tuple(session.judge_requests), unavailable=away)
@@ -153,7 +146,6 @@ def ranking_prompt(
 
 
 def common_prefix(runs: Sequence[Sequence[Mapping[str, Any]]]) -> int:
-    """Return the length of the common prefix of all runs, in messages."""
     count = 0
     for same in zip(*runs, strict=False):
         if len(set(map(_canonical_bytes, same))) > 1:

@@ -1,12 +1,8 @@
-"""The teacher: scores the sampled tokens of single trajectories for on-policy distillation.
+"""Checks that a model can be a teacher: its tokens are the policy's, and it returns the logprobs of given token ids.
 
-Consumes recorded calls; produces the teacher's logprob of every sampled token that can be trained, in the context and
-with the token ids that vLLM recorded, never re-tokenized. A group is one trajectory. The score of a trajectory is
-exp(-KL): KL is the k3 estimate of the policy's reverse KL from the teacher, in nats per token (Schulman 2020,
-"Approximating KL divergence"), so that 1 is a policy that equals its teacher.
-
-A teacher that does not answer, or does not fit, judges nothing: its trajectories wait. A trajectory that it refuses is
-a failure. Answers that end after the teacher's context length are not scored.
+The recorded token ids are sent as they are, so every id must mean the same text to both models. Both servers tokenize
+the same texts and return the text of the same ids, up to the largest that any tokenizer has; a larger embedding with
+unused rows does not matter.
 """
 
 from __future__ import annotations
@@ -31,12 +27,78 @@ from ratchet.store.records import (
     unpack_logprobs,
 )
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.controller.judges import GroupJudgement
-from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
-from ratchet.trainer.controller.judges.teacher_check import check_teacher
+from ratchet.trainer.controller.judges.judgement import (
+    DraftVerdict,
+    GroupJudgement,
+    NamedJudge,
+    version_of,
+)
 from ratchet.trainer.errors import AdapterRefused, EngineUnreachable, JudgeError, PromptLogprobsMissing, RowError
 from ratchet.trainer.rows.build_rows import UNSCORED, AnswerKey, build_rows
 from ratchet.trainer.settings.judge_specs import TeacherSpec
+
+_TEXTS = (
+    "The quick brown fox jumps over 13 lazy dogs; isn't it 3.14159?\n\n\tEnd.",
+    'def f(x):\n    return {"key": [x ** 2, None]}  # comment\n',
+    '<tool_call>\n{"name": "search", "arguments": {"q": "a-b_c"}}\n</tool_call>',
+    "Übergröße, naïve café, Здравствуйте, 你好世界, こんにちは, مرحبا, नमस्ते 🙂👩‍👩‍👧",
+    "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><s></s><|eot_id|><think></think><start_of_turn>[INST]",
+)
+# Every power of 2 up to 2^19, and three places between each two of them.
+_IDS = tuple(sorted({(4 + part) << power for power in range(18) for part in range(4)} | set(range(4))))
+_SERVE = "serve the teacher with vLLM, and give the address of that server (api_base)"
+
+
+def check_teacher(teacher: VllmServer, name: str, policy: VllmServer | None) -> int:
+    """Return the teacher's context length in tokens. `policy` serves the base model; None: tokens are not compared.
+
+    Raises JudgeError with the remedy, and EngineUnreachable if a server does not answer.
+    """
+    try:
+        cards = {card["id"]: card for card in teacher.cards()}
+        if name not in cards:
+            raise JudgeError(f"the teacher's server {teacher.url} serves {', '.join(cards) or 'nothing'}, not {name!r}")
+        if policy is not None:
+            _compare_tokens(teacher, name, policy)
+        teacher.prompt_logprobs(name, [_IDS[:3]])
+    except PromptLogprobsMissing as error:
+        raise JudgeError(f"{error}: it cannot be a teacher, as hosted APIs cannot; {_SERVE}") from error
+    except AdapterRefused as error:
+        raise JudgeError(f"teacher {name}: {error}; check its key, or {_SERVE}") from error
+    return max(int(card.get("max_model_len") or 0) for card in cards.values())  # an adapter has its base model's
+
+
+def _compare_tokens(teacher: VllmServer, name: str, policy: VllmServer) -> None:
+    """Raise JudgeError unless both servers have the same tokenizer."""
+    base = next((str(card["id"]) for card in policy.cards() if not card.get("parent")), "")
+    for text in _TEXTS:
+        theirs, ours = teacher.tokenize(name, text), policy.tokenize(base, text)
+        if theirs != ours:
+            raise _other_tokenizer(
+                name, base, f"{text[:24]!r}... has {len(theirs)} tokens for the teacher, {len(ours)} for the policy"
+                if len(theirs) != len(ours) else f"{text[:24]!r}... has other token ids"
+            )  # fmt: skip
+    theirs_text, ours_text = teacher.detokenize(name, _IDS), policy.detokenize(base, _IDS)
+    if theirs_text != ours_text:
+        raise _other_tokenizer(name, base, "the same token ids have other texts: the vocabularies differ")
+
+
+def _other_tokenizer(teacher: str, base: str, difference: str) -> JudgeError:
+    return JudgeError(
+        f"trainer.judge: the teacher {teacher} has another tokenizer than {base} ({difference}): distillation compares "
+        "the two token by token; choose a teacher of the same model family"
+    )
+
+
+# The teacher: scores the sampled tokens of single trajectories for on-policy distillation.
+#
+# Consumes recorded calls; produces the teacher's logprob of every sampled token that can be trained, in the context and
+# with the token ids that vLLM recorded, never re-tokenized. A group is one trajectory. The score of a trajectory is
+# exp(-KL): KL is the k3 estimate of the policy's reverse KL from the teacher, in nats per token (Schulman 2020,
+# "Approximating KL divergence"), so that 1 is a policy that equals its teacher.
+#
+# A teacher that does not answer, or does not fit, judges nothing: its trajectories wait. A trajectory that it refuses
+# is a failure. Answers that end after the teacher's context length are not scored.
 
 _MAX_GAP = 5.0  # nats: log p_teacher - log p of one token in the score, or a single token would decide it
 
@@ -49,7 +111,7 @@ class _Sequence:
     answers: Mapping[AnswerKey, tuple[int, tuple[float, ...]]]
 
 
-class TeacherJudge:
+class TeacherJudge(NamedJudge):
     """One teacher behind one vLLM. Thread-safe. Raises JudgeError if it has no URL, or no key although it needs one.
 
     `context_calls` returns a trajectory's calls with the earlier ones that they continue; `policy` the vLLM that serves
@@ -64,6 +126,7 @@ class TeacherJudge:
         policy: Callable[[], VllmServer | None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        super().__init__(clock)
         if spec.base_url is None:
             raise JudgeError(f"judge teacher: {spec.model} has no URL: give base_url, or name a model of model_list")
         key = environ.get(spec.api_key_env) if spec.api_key_env else None
@@ -73,14 +136,12 @@ class TeacherJudge:
         self._server = VllmServer(spec.base_url.removesuffix("/v1"), spec.timeout_seconds, key)
         self._context_calls = context_calls
         self._policy = policy
-        self._clock = clock
         self._max_length: int | None = None  # of the teacher; None: not checked yet
         self.concurrency = spec.concurrency
         self.name = f"teacher:{spec.model}"
         self.version = version_of("teacher", self._server.url, spec.model)
 
     def close(self) -> None:
-        """Close the connections."""
         self._server.close()
 
     def check(self) -> int:
@@ -101,12 +162,9 @@ class TeacherJudge:
                 problem = str(error)
                 break
         verdicts = tuple(
-            scoring.draft.verdict(
-                scoring.member, group_id, judge=self.name, version=self.version, cost=scoring.cost,
-                latency=scoring.seconds, judged_at=self._clock(),
-            )
+            self.record(scoring.draft, group_id, scoring.member, cost=scoring.cost, latency=scoring.seconds)
             for scoring in scorings
-        )  # fmt: skip
+        )
         scores = tuple(scoring.score for scoring in scorings if scoring.score is not None)
         requests = tuple(request for scoring in scorings for request in scoring.requests)
         return GroupJudgement(verdicts, requests, scores, problem)

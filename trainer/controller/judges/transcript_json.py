@@ -1,11 +1,105 @@
-"""Fits JSON values into a budget of bytes by leaving out what is in the middle, with a note. Pure."""
+"""What judges are shown of a trajectory as JSON: tool outcomes, images, and as much as fits a budget. Pure."""
 
 from __future__ import annotations
 
+import binascii
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from ratchet.store.records import ToolCall, Transcript
+
+# The outcomes of a trajectory's tool calls, for judges and graders. Pure.
+
+
+def tool_outcomes(member: Transcript) -> list[dict[str, Any]]:
+    """Return one JSON object per used tool call, in order.
+
+    `outcome` is the check of the call against the tools of its request; `result` is the result of the tool, None if the
+    next request does not contain it. docs/tools.md lists both.
+    """
+    return [
+        {
+            "tool": one.tool,
+            "tool_call_id": one.tool_call_id,
+            "outcome": one.outcome.value,
+            "detail": one.detail,
+            "result": None if one.result is None else one.result.value,
+        }
+        for one in used_tool_calls(member)
+    ]
+
+
+def used_tool_calls(member: Transcript) -> Sequence[ToolCall]:
+    """Return the tool calls of answers that the agent continued, and of calls that have no continuation."""
+    followed: dict[str, set[int]] = {}
+    for call in member.calls:
+        if call.parent_call is not None:
+            followed.setdefault(call.parent_call, set()).add(call.parent_choice)
+    return [one for one in member.tool_calls if one.choice in followed.get(one.call_id, {one.choice})]
+
+
+# Images for judge models: described in the JSON prompt, and a limited number attached to it. Pure.
+#
+# A data URL in a message is replaced by the image's type, size and hash, so that equal images stay recognizable. The
+# first `max_images` different ones are attached as content parts. Other URLs are unchanged and never opened.
+
+_MAX_CHARACTERS = 8_000_000  # of an attached image; larger ones are only described
+_HASH = 12  # hex digits
+
+
+class JudgeImages:
+    """The images of one prompt: `describe` collects them, `content` attaches the first `max_images`."""
+
+    def __init__(self, max_images: int) -> None:
+        self._max_images = max_images
+        self._attached: dict[str, str] = {}  # digest -> URL, in order
+
+    def describe(self, value: Any) -> Any:
+        """Return a JSON value in which descriptions replace the images."""
+        if isinstance(value, Mapping):
+            url = _data_url(value)
+            return self._describe_url(url) if url else {name: self.describe(part) for name, part in value.items()}
+        return [self.describe(part) for part in value] if isinstance(value, list | tuple) else value
+
+    def content(self, text: str) -> Any:
+        """Return the content of a message: the text, followed by the attached images if there are any."""
+        if not self._attached:
+            return text
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        for number, url in enumerate(self._attached.values(), 1):
+            parts += [{"type": "text", "text": f"image {number}:"}, {"type": "image_url", "image_url": {"url": url}}]
+        return parts
+
+    def _describe_url(self, url: str) -> dict[str, Any]:
+        head, _, data = url.partition(",")
+        digest = hashlib.sha256(url.encode()).hexdigest()[:_HASH]
+        if len(self._attached) < self._max_images and len(url) <= _MAX_CHARACTERS:
+            self._attached.setdefault(digest, url)
+        description: dict[str, Any] = {"type": "image", "media_type": head.removeprefix("data:").partition(";")[0]}
+        description |= {"bytes": _decoded_size(data), "sha256": digest}
+        return description | (
+            {"shown_as": f"image {list(self._attached).index(digest) + 1}"} if digest in self._attached else {}
+        )
+
+
+def _data_url(part: Mapping[str, Any]) -> str | None:
+    image = part.get("image_url") if part.get("type") == "image_url" else None
+    url = image.get("url") if isinstance(image, Mapping) else image
+    return url if isinstance(url, str) and url.startswith("data:") else None
+
+
+def _decoded_size(data: str) -> int | None:
+    """Return the number of bytes that base64 encodes; None if it is invalid."""
+    try:
+        return len(binascii.a2b_base64(data))
+    except (binascii.Error, ValueError):
+        return None
+
+
+# Fits JSON values into a budget of bytes by leaving out what is in the middle, with a note. Pure.
 
 _MIN_LENGTH = 200  # characters of a shortened text, before lists lose items
 _MIN_BYTES = 100  # of a shortened list or object; with less it becomes text

@@ -16,8 +16,8 @@ from ratchet.store.operation_records import Observation
 from ratchet.store.records import Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages import AdvantageEstimator
-from ratchet.trainer.controller.judges import GroupJudgement, Judge
-from ratchet.trainer.observability.finding import Finding
+from ratchet.trainer.controller.judges.judgement import GroupJudgement, Judge
+from ratchet.trainer.observability.metrics import Finding
 from ratchet.trainer.statistics import kendall_tau_b, score_differences
 
 # The second judge: judges a sample of the groups beside the first judge, never in its place.
@@ -61,7 +61,6 @@ class SecondJudge:
         self.name = judge.name
 
     def offer(self, group_id: str, members: Sequence[Transcript]) -> None:
-        """Queue a group if it is in the sample and the queue is not full."""
         full = len(self._pending) >= self._judge.concurrency + _MAX_QUEUED
         if len(members) > 1 and not full and group_id not in self._pending and in_sample(group_id, self._sample_rate):
             self._pending[group_id] = self._threads.submit(self._judge.judge, group_id, members)
@@ -87,12 +86,10 @@ class SecondJudge:
         return tuple(self._compared)
 
     def close(self) -> None:
-        """Stop judging."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._judge.close()
 
     def _load(self) -> list[PairedJudgements]:
-        """Return the earlier comparisons of the same two judge versions."""
         known = self._store.observations.newest(self._alias, KIND, 2 * _MAX_COMPARED)
         return [_paired(one) for one in known if self._versions.items() <= one.content.items()]
 
@@ -165,7 +162,6 @@ class _PendingRejudging:
 
     @property
     def feedback_ids(self) -> list[str]:
-        """The feedback on the members that the judge sees."""
         return [feedback.id for member in self.members for feedback in member.feedback]
 
 

@@ -17,9 +17,8 @@ from ratchet.store.records import Group, JudgeRequest, Trajectory, Transcript, V
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages import AdvantageEstimator, JudgedGroup
 from ratchet.trainer.controller.background_work import ignore
-from ratchet.trainer.controller.judges import GroupJudgement, Judge
-from ratchet.trainer.controller.judges.limits import cut
-from ratchet.trainer.controller.judging.rejudging import SecondJudge
+from ratchet.trainer.controller.judges.judgement import GroupJudgement, Judge, cut
+from ratchet.trainer.controller.judges.rejudging import SecondJudge
 from ratchet.trainer.observability.progress import GATHERING, JUDGING, Progress
 
 # Caches between the judge and the training round. Both are bounded, and the store always decides.
@@ -45,7 +44,6 @@ class TranscriptCache:
         self._lock = threading.Lock()
 
     def read(self, trajectory_id: str) -> Transcript:
-        """Read a trajectory for the judge and keep it for the round."""
         transcript = self._store.trajectories.read(trajectory_id)
         with self._lock:
             _evict(self._entries, self._max_entries)
@@ -78,7 +76,6 @@ class JudgedGroupCache:
         self._lock = threading.Lock()
 
     def estimate(self, group: Group, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> JudgedGroup:
-        """Return a judged group with its advantages, and keep it for the round."""
         judged = self.estimator.estimate(group, members, verdicts)
         with self._lock:
             _evict(self._entries, self._max_entries)
@@ -223,7 +220,6 @@ class JudgeRunner:
         return False
 
     def submit_judge(self, group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
-        """Queue a judgement that the caller records."""
         judgement = self._threads.submit(self._judge_now, group_id, members)
         judgement.add_done_callback(lambda _: self._on_done())
         return judgement

@@ -1,12 +1,8 @@
-"""Imports user functions, named as `module:function` or `path/file.py:function`, and what they are called with.
-
-Modules are imported from the working folder or the installed packages; a file can import its neighbors. User code runs
-with the rights of this process. Errors of its import, including `sys.exit`, become one sentence; its output goes to
-standard error.
-"""
+"""Users' code: entry points, plug-ins, a judge's result, and exits that must not end the process."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib
@@ -15,16 +11,90 @@ import inspect
 import operator
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from ratchet.errors import RatchetError
-from ratchet.trainer.errors import NotCallable, NotImportable
-from ratchet.trainer.user_code.exit_guard import exit_failure
-from ratchet.trainer.user_code.plugins import FUNCTION_ADAPTERS, load_plugin, missing_plugin_remedy, plugin_names
+from ratchet.store.errors import install_hint, plugin_hint
+from ratchet.trainer.errors import NotCallable, NotImportable, PluginError, TrainerError
+
+# What a judge returns for one trajectory, as a typed record; numbers and mappings do as well (docs/judges.md).
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a judge returns.
+
+    score        a finite number of at most 1e9; higher is better
+    components   name -> number, stored beside the score; at most 1,000
+    explanation  why, for people; 20,000 characters are stored
+    """
+
+    score: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    explanation: str = ""
+
+
+# Turns `sys.exit` in user code into a failure of that code; the process continues.
+#
+# asyncio lets the SystemExit of a task end the event loop, so one agent's argparse would stop all others. The task
+# factory `guarded_task` raises TrainerError instead. KeyboardInterrupt is not changed.
+
+_T = TypeVar("_T")
+
+
+def exit_failure(error: SystemExit) -> TrainerError:
+    return TrainerError(f"it called sys.exit({error.code!r}); have it return or raise an exception")
+
+
+def guarded_task(
+    loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T], **options: Any
+) -> asyncio.Task[_T]:
+    """Create a task whose SystemExit becomes a TrainerError; for `loop.set_task_factory`."""
+    return asyncio.Task(_Guarded(coro), loop=loop, **options)
+
+
+class _Guarded(Coroutine[Any, Any, _T]):
+    """A coroutine that raises TrainerError if the inner one raises SystemExit.
+
+    It is no `async def`, because then a task cancelled before its first step would never await the inner one.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.__qualname__ = getattr(inner, "__qualname__", type(inner).__qualname__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # anyio looks at `cr_running` and others before it cancels a task
+
+    def __await__(self) -> Generator[Any, Any, _T]:
+        raise TypeError("only a task can run this coroutine")
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._inner.send(value)
+        except SystemExit as error:
+            raise exit_failure(error) from error
+
+    def throw(self, *exception: Any) -> Any:
+        try:
+            return self._inner.throw(*exception)
+        except SystemExit as error:
+            raise exit_failure(error) from error
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+# Imports user functions, named as `module:function` or `path/file.py:function`, and what they are called with.
+#
+# Modules are imported from the working folder or the installed packages; a file can import its neighbors. User code
+# runs with the rights of this process. Errors of its import, including `sys.exit`, become one sentence; its output goes
+# to standard error.
 
 _CHAT_MODEL = re.compile(r"\bChatModelBase\b|\bagentscope\.model\b")  # in the annotation of a parameter `model`
 ENTRY_POINT = re.compile(r"([A-Za-z_][\w.]*|.*\.py):[A-Za-z_][\w.]*")
@@ -38,7 +108,6 @@ class AcceptedParameters:
     by_name: tuple[str, ...]
 
     def call(self, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-        """Call the function with the values that it accepts."""
         positional = [values[name] for name in self.positional]
         return function(*positional, **{name: values[name] for name in self.by_name})
 
@@ -57,7 +126,6 @@ class ResponseText(str):
     __slots__ = ()
 
     def get_text_content(self, separator: str = "\n") -> str:
-        """Return the text, whose parts are joined already."""
         return str(self)
 
 
@@ -102,7 +170,6 @@ def to_callable(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calls of the function must be awaited."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  an object whose __call__ is async
     )
@@ -200,3 +267,84 @@ def _of_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+# Plug-ins: features that an installed distribution registers as Python entry points.
+#
+# The groups are the constants below; what each expects: docs/plugins.md. Ratchet's own plug-ins (plugins/) are
+# distributions that are registered and loaded the same way.
+
+JUDGES: Final = "ratchet.judges"
+PROMPT_OPTIMIZERS: Final = "ratchet.prompt_optimizers"
+EVALUATIONS: Final = "ratchet.evaluations"  # commands below `ratchet eval`
+TUNE_COMMANDS: Final = "ratchet.tune_commands"
+MONITORS: Final = "ratchet.monitors"
+MODEL_CARDS: Final = "ratchet.model_cards"
+TASK_SOURCES: Final = "ratchet.task_sources"
+OBJECTIVE_PLUGINS: Final = "ratchet.objectives"
+ADVANTAGE_ESTIMATORS: Final = "ratchet.advantage_estimators"
+FUNCTION_ADAPTERS: Final = "ratchet.function_adapters"
+# What Ratchet's own plug-ins register: name -> folder of plugins/, by group.
+OWN_PLUGINS: Final[dict[str, dict[str, str]]] = {
+    JUDGES: {"behavior": "judges", "next_state": "judges", "openjudge": "openjudge"},
+    MODEL_CARDS: {"readme": "model-card"},
+    MONITORS: {"tensorboard": "tensorboard", "wandb": "wandb"},
+    OBJECTIVE_PLUGINS: {"dpo": "preference", "apo_zero_unpaired": "preference"},
+    EVALUATIONS: {"bfcl": "bfcl"},
+    FUNCTION_ADAPTERS: {"agentscope": "agentscope"},
+    PROMPT_OPTIMIZERS: {"mipro": "mipro"},
+    TASK_SOURCES: {"verifiers": "verifiers"},
+    TUNE_COMMANDS: {"lessons": "lessons"},
+}
+
+
+def plugin_names(group: str) -> list[str]:
+    return sorted({point.name for point in entry_points(group=group)})
+
+
+def load_plugin(group: str, name: str) -> Any:
+    """Import a plug-in and return the object that its entry point names. Raises PluginError."""
+    points = list({point.value: point for point in entry_points(group=group, name=name)}.values())
+    if not points:
+        installed = ", ".join(plugin_names(group)) or "none"
+        raise PluginError(
+            f"no plug-in {name!r} in the entry-point group {group} (installed: {installed}): "
+            f"{missing_plugin_remedy(group, name)}"
+        )
+    if len(points) > 1:
+        owners = " and ".join(sorted(_distribution(point) for point in points))
+        raise PluginError(f"plug-in {name!r} of the group {group} is registered by {owners}: uninstall one of them")
+    point = points[0]
+    try:
+        return point.load()
+    except (Exception, SystemExit) as error:  # a plug-in's import may fail in any way
+        raise PluginError(
+            f"plug-in {name!r} of the group {group} ({point.value.partition('[')[0].strip()}, from "
+            f"{_distribution(point)}) cannot be imported: "
+            f"{type(error).__name__}: {error}; {_remedy(point, error)}"
+        ) from error
+
+
+def missing_plugin_remedy(group: str, name: str) -> str:
+    """Return the clause that says what to do about a plug-in that is not installed."""
+    if folder := OWN_PLUGINS.get(group, {}).get(name):
+        return plugin_hint(folder)
+    return "correct the name, or install the distribution that registers it into this Python environment"
+
+
+def _distribution(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"
+
+
+def _remedy(point: EntryPoint, error: BaseException) -> str:
+    name = point.dist.name if point.dist is not None else "its distribution"
+    _, bracket, extra = point.value.partition("[")  # EntryPoint.extras splits names at hyphens
+    if bracket and name == "ratchet-rl":
+        return install_hint(extra.removesuffix("]"))
+    if bracket:
+        return f"install the extra: pip install '{name}[{extra}'"
+    if isinstance(error, ModuleNotFoundError) and name.startswith("ratchet-rl-"):
+        return plugin_hint(name.removeprefix("ratchet-rl-"))
+    if isinstance(error, ModuleNotFoundError):
+        return f"install the missing module, or update {name}"
+    return f"update {name}, or report the error to its authors"

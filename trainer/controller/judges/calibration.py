@@ -8,13 +8,15 @@ curve; 0.5 is chance.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import variance
+from statistics import fmean, variance
 
 from ratchet.store.records import Verdict
 from ratchet.store.statistics import wilson
+from ratchet.trainer.statistics import kendall_tau_b, score_differences
 
 Scores = Mapping[str, float]  # by trajectory
 
@@ -71,12 +73,12 @@ class CalibrationGroup:
 def calibrate(groups: Sequence[CalibrationGroup]) -> Calibration:
     """Return the calibration over groups; trajectories with all three scores count."""
     scored = [one for one in (_common(group) for group in groups) if one]
-    ordered = [pair for truth, first, _ in scored for pair in _pairs(truth, first)]
+    ordered = [pair for truth, first, _ in scored for pair in score_differences(truth, first)]
     untied = [(a, b) for a, b in ordered if a]
     hits = sum(1.0 if a * b > 0 else 0.5 if b == 0 else 0.0 for a, b in untied)
     agreement = hits / len(untied) if untied else None
     low, high = wilson(hits, len(untied)) if untied else (None, None)
-    pairs_both_orders = [(a, b) for _, first, reverse in scored for a, b in _pairs(first, reverse) if a]
+    pairs_both_orders = [(a, b) for _, first, reverse in scored for a, b in score_differences(first, reverse) if a]
     changes = [abs(first[name] - reverse[name]) for _, first, reverse in scored for name in first]
     return Calibration(
         trajectories=sum(len(truth) for truth, _, _ in scored),
@@ -86,7 +88,7 @@ def calibrate(groups: Sequence[CalibrationGroup]) -> Calibration:
         agreement=agreement,
         low=low,
         high=high,
-        tau=kendall(ordered),
+        tau=kendall_tau_b(ordered),
         swapped=sum(a * b < 0 for a, b in pairs_both_orders) / len(pairs_both_orders) if pairs_both_orders else None,
         moved=sum(changes) / len(changes) if changes else 0.0,
         gap=_gap(scored),
@@ -112,26 +114,6 @@ def score_noise(groups: Sequence[CalibrationGroup]) -> Noise | None:
     return Noise(math.sqrt(squares / freedom / 2), counted, members) if freedom else None
 
 
-def kendall(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return Kendall's tau-b of pairs of differences (in one, in the other); None if either has only ties."""
-    concordance = first = second = 0
-    for a, b in pairs:
-        concordance += (a * b > 0) - (a * b < 0)
-        first += a != 0
-        second += b != 0
-    return concordance / math.sqrt(first * second) if first and second else None
-
-
-def differences(one: Scores, other: Scores) -> list[tuple[float, float]]:
-    """Return, per pair of trajectories that both scored, the differences in one and in the other."""
-    shared = sorted(set(one) & set(other))
-    return _pairs({name: one[name] for name in shared}, other)
-
-
-def _pairs(one: Scores, other: Scores) -> list[tuple[float, float]]:
-    return [(one[a] - one[b], other[a] - other[b]) for a, b in combinations(sorted(one), 2)]
-
-
 def _common(group: CalibrationGroup) -> tuple[Scores, Scores, Scores] | None:
     """Return the three scores of the trajectories that have all of them; None for fewer than two."""
     scores_by_source = [_by_trajectory(verdicts) for verdicts in (group.truth, group.first, group.reverse)]
@@ -154,3 +136,56 @@ def _gap(scored: Sequence[tuple[Scores, Scores, Scores]]) -> float | None:
         above += [first[name] for name, value in truth.items() if value > mean]
         below += [first[name] for name, value in truth.items() if value < mean]
     return sum(above) / len(above) - sum(below) / len(below) if above and below else None
+
+
+# Rescoring: compares the verdicts of another judge, or another version, with earlier ones. Pure.
+#
+# Trajectories with both scores count. The comparison has Kendall's tau-a over pairs within groups (concordant minus
+# discordant pairs, over all pairs) and the change of single scores.
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """New verdicts compared with old ones. `tau` is None if all pairs are ties in both, means if nothing has both."""
+
+    judged: int
+    failures: int
+    failure: str | None  # the commonest one
+    failure_count: int
+    mean_before: float | None
+    mean_after: float | None
+    mean_change: float | None  # mean |after - before|
+    tau: float | None
+    moved: tuple[tuple[str, float, float], ...]  # (trajectory, before, after), largest change first
+
+
+def compare(groups: Sequence[tuple[Mapping[str, Verdict], Sequence[Verdict]]]) -> Comparison:
+    """Return the comparison over groups of (old verdicts by trajectory, new verdicts)."""
+    pairs: list[tuple[str, float, float]] = []
+    failures: Counter[str] = Counter()
+    concordance = compared = 0
+    for old, new in groups:
+        failures.update(str(verdict.failure) for verdict in new if verdict.score is None)
+        same = [
+            (verdict.trajectory_id, before.score, verdict.score)
+            for verdict in new
+            if (before := old.get(verdict.trajectory_id)) is not None
+            and before.score is not None
+            and verdict.score is not None
+        ]
+        pairs.extend(same)
+        for (_, a, b), (_, c, d) in combinations(same, 2):
+            concordance += ((a - c) * (b - d) > 0) - ((a - c) * (b - d) < 0)
+            compared += a != c or b != d
+    failure, times = failures.most_common(1)[0] if failures else (None, 0)
+    return Comparison(
+        judged=len(pairs),
+        failures=failures.total(),
+        failure=failure,
+        failure_count=times,
+        mean_before=fmean(before for _, before, _ in pairs) if pairs else None,
+        mean_after=fmean(after for _, _, after in pairs) if pairs else None,
+        mean_change=fmean(abs(after - before) for _, before, after in pairs) if pairs else None,
+        tau=concordance / compared if compared else None,
+        moved=tuple(sorted(pairs, key=lambda pair: -abs(pair[2] - pair[1]))),
+    )

@@ -1,1 +1,0 @@
-"""Resampling: further answers to recorded single-call prompts, while vLLM is idle."""

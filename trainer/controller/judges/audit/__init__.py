@@ -1,1 +1,0 @@
-"""Audits of judges: lint, rescoring and calibration."""

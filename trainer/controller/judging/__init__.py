@@ -1,1 +1,0 @@
-"""Judging: ready groups to judged groups, re-judging after late feedback, and the second judge."""

@@ -1,1 +1,0 @@
-"""Loads and calls code of the user and of plug-ins."""
