@@ -215,7 +215,7 @@ def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float
 
 
 def _settle(store: Store, settings: Settings) -> None:
-    trainer = settings.trainer_settings()
+    trainer = settings.trainer
     until = time.monotonic() + _SETTLE
     while time.monotonic() < until and not is_drained(
         store, settings.model, num_generations=trainer.num_generations, groups_per_round=trainer.groups_per_round

@@ -12,7 +12,7 @@ It holds names and references, never a secret.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -133,6 +133,12 @@ class FallbackRules(BaseModel):
     context_length: dict[str, tuple[str, ...]] = Field(
         default_factory=dict, description="the same for prompts that are longer than the context of the agent's model"
     )
+
+    def only(self, names: Collection[str]) -> FallbackRules:
+        """Return the rules of these agents and models."""
+        rules = (("outage", self.outage), ("context_length", self.context_length))
+        kept = {reason: {name: one[name] for name in one if name in names} for reason, one in rules}
+        return FallbackRules.model_validate(kept)
 
     def check(self, agents: Iterable[str], models: Iterable[str]) -> None:
         """Raise ValueError for a name that is not known, and for a model that falls back to itself."""

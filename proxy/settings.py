@@ -6,7 +6,7 @@ API keys come from environment variables only and are stored as SHA-256: a dump 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -69,7 +69,10 @@ class AgentLimits(BaseModel):
 
 
 class ProxySettings(BaseModel):
-    """The settings of one proxy process. Sizes are in bytes, times in seconds."""
+    """The settings of one proxy process. Sizes are in bytes, times in seconds.
+
+    No user sets the fields with `exclude`: they follow from the project's other settings, or are secrets.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -93,15 +96,19 @@ class ProxySettings(BaseModel):
         "RATCHET_COORDINATOR_TOKEN; null: it serves only its own workers",
     )
     coordinator_token: SecretStr | None = Field(
-        None, description="the secret that coordinators and workers of all machines share"
+        None, exclude=True, description="the secret that coordinators and workers of all machines share"
     )
     upstreams: tuple[str, ...] = Field(
-        repr=False, description="the vLLM replicas: URLs without `/v1`, or lists of them"
+        repr=False, exclude=True, description="the vLLM replicas: URLs without `/v1`, or lists of them"
     )
-    model: str = Field("", max_length=100, description="the one agent, by the name that it sends as `model`")
-    agents: tuple[str, ...] = Field((), description="several agents, by the names that they send as `model`")
-    store: str = Field(description="database URL or SQLite path of the store")
-    journal: Path = Field(description="folder of the journal; one proxy per folder")
+    model: str = Field(
+        "", max_length=100, exclude=True, description="the one agent, by the name that it sends as `model`"
+    )
+    agents: tuple[str, ...] = Field(
+        (), exclude=True, description="several agents, by the names that they send as `model`"
+    )
+    store: str = Field(exclude=True, description="database URL or SQLite path of the store")
+    journal: Path = Field(exclude=True, description="folder of the journal; one proxy per folder")
     host: str = Field("127.0.0.1", description="address to listen on; any address but loopback requires API keys")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free port")
     tls_certificate: Path | None = Field(
@@ -122,10 +129,12 @@ class ProxySettings(BaseModel):
         "or `auto` if vLLM offers the endpoints (see [exact-context.md](exact-context.md))",
     )
     key_hashes: frozenset[str] = Field(
-        frozenset(), description="SHA-256 (hex) of agents' API keys, in addition to those in the store"
+        frozenset(), exclude=True, description="SHA-256 (hex) of agents' API keys, in addition to those in the store"
     )
     operator_hashes: frozenset[str] = Field(
-        frozenset(), description="SHA-256 (hex) of operator keys for `/api`, in addition to those in the store"
+        frozenset(),
+        exclude=True,
+        description="SHA-256 (hex) of operator keys for `/api`, in addition to those in the store",
     )
     requests_per_minute: int | None = Field(
         None, ge=1, description="request limit of an agent's key without a limit of its own, per proxy; null: no limit"
@@ -186,12 +195,14 @@ class ProxySettings(BaseModel):
         "`parameter`: with any tool), or `off` for `VLLM_ENFORCE_STRICT_TOOL_CALLING=0`; `ratchet up` sets it from "
         "`vllm.enforce_strict_tool_calling`",
     )
-    upstream_key: SecretStr | None = Field(None, description="bearer token for vLLM")
-    alarm_webhook_url: SecretStr | None = Field(None, description="URL that gets a message for each alarm")
-    model_list: tuple[ModelEntry, ...] = Field((), description="other models by name, in LiteLLM's form")
+    upstream_key: SecretStr | None = Field(None, exclude=True, description="bearer token for vLLM")
+    alarm_webhook_url: SecretStr | None = Field(
+        None, exclude=True, description="URL that gets a message for each alarm"
+    )
+    model_list: tuple[ModelEntry, ...] = Field((), exclude=True, description="other models by name, in LiteLLM's form")
     fallbacks: FallbackRules = Field(FallbackRules(), description="models that answer in place of others")
     model_keys: dict[str, SecretStr] = Field(
-        default_factory=dict, description="API keys of `model_list`, by environment variable"
+        default_factory=dict, exclude=True, description="API keys of `model_list`, by environment variable"
     )
     trajectory_idle_seconds: float = Field(
         900.0, gt=0, description="an open trajectory without a call for this long is closed for linking, seconds"
@@ -461,18 +472,19 @@ class ProxySettings(BaseModel):
             )
         return self
 
-    @classmethod
-    def read(cls, environ: Mapping[str, str], **values: Any) -> ProxySettings:
-        """Return the settings from `values` and the secrets from `environ`. Raises pydantic's ValidationError."""
-        for field, variable in (("key_hashes", KEYS_VARIABLE), ("operator_hashes", OPERATOR_KEYS_VARIABLE)):
-            keys = [key.strip() for key in environ.get(variable, "").split(",") if key.strip()]
-            if keys:
-                values[field] = frozenset(hash_key(key.encode()) for key in keys)
-        if environ.get(UPSTREAM_KEY_VARIABLE):
-            values["upstream_key"] = environ[UPSTREAM_KEY_VARIABLE]
-        if environ.get(TOKEN_VARIABLE):
-            values["coordinator_token"] = environ[TOKEN_VARIABLE]
-        if environ.get(ALARM_WEBHOOK_VARIABLE):
-            values["alarm_webhook_url"] = environ[ALARM_WEBHOOK_VARIABLE]
-        settings = cls(**values)
-        return settings.model_copy(update={"model_keys": keys_in(environ, settings.model_list)})
+
+def secret_values(environ: Mapping[str, str], models: Sequence[ModelEntry]) -> dict[str, Any]:
+    """Return the fields that variables hold: keys, as hashes, and tokens."""
+    values: dict[str, Any] = {"model_keys": keys_in(environ, models)}
+    for field, variable in (("key_hashes", KEYS_VARIABLE), ("operator_hashes", OPERATOR_KEYS_VARIABLE)):
+        keys = [key.strip() for key in environ.get(variable, "").split(",") if key.strip()]
+        if keys:
+            values[field] = frozenset(hash_key(key.encode()) for key in keys)
+    for field, variable in (
+        ("upstream_key", UPSTREAM_KEY_VARIABLE),
+        ("coordinator_token", TOKEN_VARIABLE),
+        ("alarm_webhook_url", ALARM_WEBHOOK_VARIABLE),
+    ):
+        if environ.get(variable):
+            values[field] = environ[variable]
+    return values

@@ -262,13 +262,6 @@ def check_listed_alias(store: Store, name: str | None) -> None:
         raise click.UsageError(f"no trajectory is of {name}; did you mean {nearest}?")
 
 
-def held_out_share(settings: Settings) -> float:
-    """Return the share of tasks that is held out for evaluation, even if the trainer's settings are incomplete."""
-    release = settings.trainer.get("release")
-    share = release.get("held_out_share", 0.0) if isinstance(release, dict) else 0.0
-    return float(share or 0.0)
-
-
 def open_store_for_command(url: str, *, create: bool = False) -> closing[Store]:
     """Open a store for one command; create it only for a command that may be the first to write to it."""
     from ratchet.store.store import open_store

@@ -33,7 +33,6 @@ from ratchet.supervisor import pidfile
 from ratchet.supervisor.project_lock import orphaned_pid
 from ratchet.supervisor.up import last_proxy_url, read_run_state
 from ratchet.trainer.controller.rounds.backlog import RoundSize
-from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
     from ratchet.store.records import Round
@@ -115,7 +114,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
             "alarms": [{"name": a.name, "reason": a.reason, "count": a.count} for a in store.alarms.active()],
         }
         if settings.agents:
-            return content | {"agents": {name: _agent(store, own) for name, own in settings.agents_by_name.items()}}
+            return content | {"agents": {name: _agent(store, settings.for_agent(name)) for name in settings.agents}}
         return content | _agent(store, settings)
 
 
@@ -151,7 +150,7 @@ def _agent(store: Store, settings: Settings) -> dict[str, Any]:
         "live": {"model": settings.model, "version": live.version} if live else None,
         "base_model": {"name": base.name, "files": dict(base.file_digests)} if base else None,
         "release": read_release(store, settings.model),
-        "unprotected": (settings.trainer.get("release") or {}).get("policy") == "immediate",
+        "unprotected": settings.trainer.release.policy == "immediate",
         "ramp": read_ramp_scores(store, settings.model),
         "pending_approval": read_awaiting_approval(store, settings.model),
         "decisions": [
@@ -282,19 +281,16 @@ def _counts(counts: dict[str, int]) -> str:
 
 def next_round(store: Store, settings: Settings) -> dict[str, Any] | None:
     """Return what the next round has and what it needs; None if nothing is trained."""
-    if not settings.trainer.get("judge"):
+    if not settings.has_judge:
         return None
-    max_groups, min_groups, wait_seconds, size = (
-        settings.trainer.get(name, TrainerSettings.model_fields[name].default)
-        for name in ("groups_per_round", "min_groups_per_round", "round_wait_seconds", "num_generations")
-    )
+    own = settings.trainer
     judged = store.groups.awaiting_round(settings.model, limit=_GROUPS, newest_first=True)
     pending = [one for one in store.policies.all(settings.model) if one.state in _UNDECIDED]
     return {
-        "groups": RoundSize(max_groups, size).weight(judged),
-        "groups_per_round": max_groups,
-        "min_groups_per_round": min_groups,
-        "round_wait_seconds": wait_seconds,
+        "groups": RoundSize(own.groups_per_round, own.num_generations).weight(judged),
+        "groups_per_round": own.groups_per_round,
+        "min_groups_per_round": own.min_groups_per_round,
+        "round_wait_seconds": own.round_wait_seconds,
         "to_judge": len(store.groups.awaiting_verdict(settings.model, float("inf"), limit=_GROUPS)),
         "pending_versions": [f"{one.served_name} ({one.state})" for one in pending],
     }

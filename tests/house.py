@@ -43,26 +43,18 @@ def first_sentence(file: Path) -> str:
 
 def settings_rows() -> Iterator[tuple[str, str, str]]:
     """Yield (dotted key, default as in YAML, description) of every setting."""
-    from ratchet.proxy.settings import ProxySettings
     from ratchet.settings.load_settings import known_keys
-    from ratchet.settings.project_settings import Settings, VllmSettings
+    from ratchet.settings.project_settings import Settings
     from ratchet.settings.setting_errors import ANY_NAME, leaves
-    from ratchet.trainer.settings.trainer_sections import AdapterSettings
-    from ratchet.trainer.settings.trainer_settings import TrainerSettings
-    from ratchet.tuner.settings import TunerSettings
 
-    sections: dict[str, Any] = {
-        "adapters": AdapterSettings, "vllm": VllmSettings, "proxy": ProxySettings, "trainer": TrainerSettings,
-        "tuner": TunerSettings,
-    }  # fmt: skip
     for path in leaves(known_keys()):
         if ANY_NAME in path:  # an agent's keys, which are those of `trainer` and `learner`, or a plug-in's
             continue
         if path[0] == "learner":
             yield ".".join(path), _format_default(_learner_default(path[-1])), ""
             continue
-        model = Settings if len(path) == 1 else sections[path[0]]
-        for section in path[1:-1]:
+        model: Any = Settings
+        for section in path[:-1]:
             model = model.model_fields[section].annotation
         field = model.model_fields[path[-1]]
         default = None if field.is_required() else field.get_default(call_default_factory=True)

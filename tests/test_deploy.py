@@ -73,9 +73,9 @@ def test_every_command_can_be_typed_and_every_variable_is_a_setting(services: di
     environ = {key: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value) for key, value in service["environment"].items()}
     settings = load(environ={key: value for key, value in environ.items() if key.startswith("RATCHET_")})
     if name == "proxy":
-        assert settings.proxy_settings(environ).workers == 1
+        assert settings.proxy.workers == 1
     if name == "trainer":
-        assert settings.learner_process_settings().url == "http://learner:8002"
+        assert settings.learner.url == "http://learner:8002"
     if name == "learner":
         assert (options["host"], options["port"]) == ("0.0.0.0", 8002)
 

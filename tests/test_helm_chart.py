@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ratchet.settings.load_settings import load
-from ratchet.settings.project_settings import Settings
+from ratchet.settings.project_settings import Settings, with_values
 from ratchet.supervisor import vllm_command
 from tests.harness import helm
 from tests.harness.clients.program import client_program
@@ -150,12 +150,11 @@ def test_helm_finds_nothing_to_complain_about(values: Path) -> None:
 
 def test_the_settings_are_accepted_by_every_service(values: Path, tmp_path: Path) -> None:
     settings = _settings(_objects(values), tmp_path)
-    settings.proxy_settings(_GIVEN, upstreams=("dns+http://vllm:8000",))
-    settings.learner_process_settings()
+    settings.proxy_before(("dns+http://vllm:8000",))
     for agent in settings.agents_by_name.values():
-        agent.trainer_settings(vllm=("dns+http://vllm:8000",))
+        with_values(agent, "trainer", vllm=("dns+http://vllm:8000",))
     given = yaml.safe_load(values.read_text()).get("settings", {})
-    assert settings.proxy.items() >= given.get("proxy", {}).items()
+    assert settings.given_in("proxy").items() >= given.get("proxy", {}).items()
 
 
 def test_vllm_is_started_as_up_starts_it(values: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +328,7 @@ def test_machines_of_a_learner_reach_each_other_and_the_trainer_the_first(tmp_pa
     _settings(objects, tmp_path)
     process = load(
         tmp_path / "ratchet.yaml", environ={k: v for k, v in given.items() if k.startswith("RATCHET_")}
-    ).learner_process_settings()
+    ).learner
     assert process.machines == job["parallelism"] == job["completions"] == 2
     assert process.leader == f"learner-{group['name']}-0-0.{spec['network']['subdomain']}"
     assert process.num_processes == container["resources"]["limits"]["nvidia.com/gpu"] == 8

@@ -22,7 +22,7 @@ from ratchet.cli import cli
 from ratchet.options import open_store_for_command
 from ratchet.proxy.coordinator.conversations.conversation_cache import MAX_CONVERSATION_BYTES
 from ratchet.settings.load_settings import load
-from ratchet.settings.project_settings import SECRETS, Settings
+from ratchet.settings.project_settings import SECRETS, Settings, with_values
 from ratchet.supervisor import vllm_command
 from ratchet.trainer.learner_service.app import LearnerApp
 from ratchet.trainer.observability.metrics import MetricsRegistry
@@ -106,8 +106,8 @@ def test_every_file_is_part_of_a_kustomization() -> None:
 
 
 def test_the_settings_are_those_of_proxy_trainer_and_learner(settings: Settings) -> None:
-    proxy = settings.proxy_settings(_GIVEN, upstreams=("dns+http://vllm:8000",))
-    learner = settings.learner_process_settings()
+    proxy = settings.proxy_before(("dns+http://vllm:8000",))
+    learner = settings.learner
     assert settings.has_judge
     assert _ports(_container("proxy")) == {"http": proxy.port}
     (coordinators,) = proxy.coordinator
@@ -115,12 +115,12 @@ def test_the_settings_are_those_of_proxy_trainer_and_learner(settings: Settings)
     assert _coordinator_options()["coordinator_listen"] == f"0.0.0.0:{_ports(_container('coordinator'))['http']}"
     assert _ports(_container("learner")) == {"http": learner.port}
     for agent in settings.agents_by_name.values():
-        trainer = agent.trainer_settings(vllm=("dns+http://vllm:8000",))
+        trainer = with_values(agent, "trainer", vllm=("dns+http://vllm:8000",))
         assert _ports(_container("trainer")) == {"metrics": trainer.metrics_port}
         assert trainer.metrics_host == "0.0.0.0"
     assert proxy.host == learner.host == "0.0.0.0"
     assert _is_service(learner.url or "", "learner")
-    assert _is_service(settings.trainer["resample"]["proxy_url"], "proxy")
+    assert _is_service(settings.trainer.resample.proxy_url or "", "proxy")
 
 
 def _is_service(url: str, name: str) -> bool:
@@ -174,7 +174,7 @@ def test_vllm_is_started_as_up_starts_it(settings: Settings, monkeypatch: pytest
     assert {key for key in environment if key.startswith("RATCHET_")} <= known
     assert environment["RATCHET_ADAPTER_STORE"] == settings.adapters.store
     assert _ports(container) == {"http": 8000}
-    assert settings.proxy_settings(_GIVEN).tool_strict_level == "off"
+    assert settings.proxy.tool_strict_level == "off"
 
 
 def vllm_arguments(planned: vllm_command.VllmCommand) -> list[str]:
@@ -211,7 +211,7 @@ def _answering(url: str, paths: set[str]) -> set[str]:
 
 
 def test_the_proxy_has_the_time_the_disk_and_the_memory_that_its_settings_take(settings: Settings) -> None:
-    proxy = settings.proxy_settings(_GIVEN, upstreams=("dns+http://vllm:8000",))
+    proxy = settings.proxy_before(("dns+http://vllm:8000",))
     assert (
         _pod("proxy")["terminationGracePeriodSeconds"] >= proxy.drain_delay_seconds + proxy.drain_timeout_seconds + 30
     )

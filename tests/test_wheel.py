@@ -21,7 +21,7 @@ PROGRAM = """
 import importlib.metadata, json, sys
 from ratchet.supervisor.vllm_command import build_command, check_installed
 from ratchet.settings.project_settings import Settings
-settings = Settings.model_validate({"base_model": sys.argv[1], "vllm": {"command": [sys.executable]}})
+settings = Settings.of({"base_model": sys.argv[1], "vllm": {"command": [sys.executable]}})
 check_installed(settings)
 path = build_command(settings, 8001, gpu=False).environment["PYTHONPATH"].split(":")[0]
 sys.path.insert(0, path)
@@ -109,7 +109,7 @@ def test_without_its_plugin_vllm_on_cpus_is_not_started(installed: Path, tmp_pat
     program = (
         "from ratchet.supervisor.vllm_command import check_installed\n"
         "from ratchet.settings.project_settings import Settings\n"
-        "import sys\ncheck_installed(Settings.model_validate({'vllm': {'command': [sys.executable], 'devices': ''}}))"
+        "import sys\ncheck_installed(Settings.of({'vllm': {'command': [sys.executable], 'devices': ''}}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

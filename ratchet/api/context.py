@@ -74,12 +74,8 @@ def with_run_settings(settings: Settings, run: str | None) -> Settings:
     if run is None:
         return settings
     config = stored_run(settings, run).config
-    tuner, trainer = dict(settings.tuner), dict(settings.trainer)
-    if tuner.get("workflow") is None and (workflow := config.get("workflow")):
-        tuner["workflow"] = workflow
-    if not settings.has_judge and (judge := config.get("judge_given")):
-        trainer["judge"] = judge
-    return settings.model_copy(update={"tuner": tuner, "trainer": trainer})
+    judge = {} if settings.has_judge else {"judge": config.get("judge_given")}
+    return settings.changed(tuner={"workflow": settings.tuner.workflow or config.get("workflow")}, trainer=judge)
 
 
 def check_same(run: Tuning, used: Mapping[str, tuple[str | None, str]], what_for: str) -> None:
@@ -94,14 +90,14 @@ def check_same(run: Tuning, used: Mapping[str, tuple[str | None, str]], what_for
 
 def task_set_of(settings: Settings, source: str | None = None) -> TaskSet:
     """Open a task set, by default that of the settings, split as they say. Raises TaskSetError, InvalidArgument."""
-    tuner = settings.tuner_settings()
+    tuner = settings.tuner
     found = ImportedTasks(settings.state.tasks).open(source or source_of(settings))
     return found if tuner.test_size is None else found.split(1 - tuner.test_size, tuner.seed)
 
 
 def source_of(settings: Settings) -> str:
     """Return the source of the task set. Raises InvalidArgument if none is set."""
-    source = settings.tuner_settings().tasks
+    source = settings.tuner.tasks
     if source is None:
         raise InvalidArgument("no task set is set: give --tasks SOURCE (in Python tasks=), or set tuner.tasks")
     return source
@@ -109,7 +105,7 @@ def source_of(settings: Settings) -> str:
 
 def workflow_of(settings: Settings, caller: RunCaller) -> str | Function:
     """Return the workflow of the caller or the settings. Raises InvalidArgument if there is none."""
-    given = caller.workflow or settings.tuner_settings().workflow
+    given = caller.workflow or settings.tuner.workflow
     if given is None:
         raise InvalidArgument(
             "no workflow is set: give --workflow module:function (in Python workflow=), or set tuner.workflow"
@@ -153,7 +149,7 @@ def opened(settings: Settings, caller: RunCaller = COMMAND) -> Iterator[TuningCo
 
     Raises InvalidArgument, SettingsError, WorkflowError, JudgeError, StoreError, TuningError.
     """
-    tuner = settings.tuner_settings()
+    tuner = settings.tuner
     given = workflow_of(settings, caller)
     check_scipy()
     workflow = load_workflow(given)
@@ -190,14 +186,14 @@ def judge_of(
     if function is not None:
         made = FunctionJudge(function, models=models)
     else:
-        made = make_judge(settings.trainer_settings(base_model=settings.base_model or "unused").judge, os.environ)
+        made = make_judge(settings.trainer.judge, os.environ)
     with closing(made):
         yield made
 
 
 def model_server_of(settings: Settings) -> ModelServer:
     """Return the proxy as the server of the models that a judge may ask for."""
-    url = settings.tuner_settings().proxy_url or proxy_of(settings)
+    url = settings.tuner.proxy_url or proxy_of(settings)
     return ModelServer(f"{url.rstrip('/').removesuffix('/v1')}/v1", first_api_key())
 
 
@@ -207,7 +203,7 @@ def proxy_of(settings: Settings) -> str:
         running = json.loads(settings.state.running.read_text())
         return str(running["base_url"]).removesuffix("/v1")
     except (OSError, ValueError, KeyError, TypeError):
-        own = settings.proxy_settings()
+        own = settings.proxy
         return local_url(own.host, own.port, tls=own.tls_certificate is not None)
 
 
@@ -229,7 +225,7 @@ def run_services(
     the services cannot be started.
     """
     running = read_run_state(settings.state)
-    if settings.tuner_settings().proxy_url or (not running and _proxy_runs(settings)):
+    if settings.tuner.proxy_url or (not running and _proxy_runs(settings)):
         yield
         return
     models_only = bool(models) and set(models) <= set(settings.listed_models)
@@ -237,15 +233,14 @@ def run_services(
         if not models_only and settings.base_model is None:
             raise InvalidArgument(_nothing_runs(settings))
         check()
-    without_judge = {key: value for key, value in settings.trainer.items() if key != "judge"}
-    serving = settings.model_copy(update={"trainer": without_judge})
+    serving = settings.changed(trainer={"judge": None})
     with attach_or_start(serving, print_note, caller.stop, models_only=models_only):
         yield
 
 
 def serves_agent(settings: Settings) -> bool:
     """Return whether the rollouts' proxy serves, or will serve, an agent's versions beside `model_list`."""
-    if settings.base_model is not None or settings.tuner_settings().proxy_url:
+    if settings.base_model is not None or settings.tuner.proxy_url:
         return True
     running = read_run_state(settings.state)
     return running.get("vllm_url") is not None if running else _proxy_runs(settings)

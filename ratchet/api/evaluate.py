@@ -191,7 +191,7 @@ evaluate = synchronous(evaluate_async)
 
 def _is_proxy(given: Arguments, base_url: str) -> bool:
     """Return whether this is the project's own proxy, where every call is recorded."""
-    own = given.settings.tuner_settings().proxy_url or context.proxy_of(given.settings)
+    own = given.settings.tuner.proxy_url or context.proxy_of(given.settings)
     return base_url.rstrip("/").removesuffix("/v1") == own.rstrip("/").removesuffix("/v1")
 
 
@@ -301,7 +301,7 @@ def _start(opened: context.TuningContext, given: ComparisonOptions) -> tuple[Req
     request = Request(
         kind=given.kind, alias=settings.model, candidates=candidates, tasks=source, split=given.split,
         limit=given.limit, workflow=opened.workflow, judge=opened.scorer.name,
-        judge_given=settings.trainer.get("judge"), attempts=opened.tuner.attempts, seed=opened.tuner.seed,
+        judge_given=settings.given_in("trainer").get("judge"), attempts=opened.tuner.attempts, seed=opened.tuner.seed,
         policy=given.policy, within=given.within, failure_score=opened.tuner.failure_score,
         score_range=ScoreRange(*given.score_range) if given.score_range else None,
     )  # fmt: skip

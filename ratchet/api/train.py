@@ -130,7 +130,7 @@ def services(
 @contextmanager
 def _services(settings: Settings, caller: RunCaller) -> Iterator[ProjectServices]:
     """Yield the services of the project; if its proxy is elsewhere, so is its trainer."""
-    if url := settings.tuner_settings().proxy_url:
+    if url := settings.tuner.proxy_url:
         yield ProjectServices(f"{url.removesuffix('/v1')}/v1", caller.check)
         return
     with attach_or_start(settings, print_note, caller.check) as running:
@@ -145,7 +145,7 @@ def _with_trainer(settings: Settings) -> Settings:
     Raises InvalidArgument if nothing runs and no base model is set, or if the running project trains nothing.
     """
     running = read_run_state(settings.state)
-    if settings.tuner_settings().proxy_url:
+    if settings.tuner.proxy_url:
         return settings
     if running and "trainer" not in running.get("services", {}):
         raise InvalidArgument(
@@ -159,7 +159,7 @@ def _with_trainer(settings: Settings) -> Settings:
         )
     if settings.has_judge:
         return settings
-    return settings.model_copy(update={"trainer": {**settings.trainer, "judge": {"kind": "workflow"}}})
+    return settings.changed(trainer={"judge": {"kind": "workflow"}})
 
 
 def _train(
@@ -179,7 +179,8 @@ def _train(
                 print_note(f"not trained: {left_out}")
             wait = _Wait(store, timeout, lease.check, check)
             version = _version_of(wait, alias, groups)
-            immediate = (settings.trainer.get("release") or {}).get("policy") != "guarded"
+            release = settings.trainer.release
+            immediate = "policy" not in release.model_fields_set or release.policy == "immediate"
             policy = _decided(wait, version, immediate=immediate)
             store.tunings.end(run.id, "done", _result(store, policy, groups, given.left_out))
 

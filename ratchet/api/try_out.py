@@ -325,7 +325,7 @@ async def evaluate_directly(
 
     Raises what `ratchet.evaluate` does.
     """
-    settings, tuner = given.settings, given.settings.tuner_settings()
+    settings, tuner = given.settings, given.settings.tuner
     chosen = given.workflow or tuner.workflow
     if chosen is None or tuner.tasks is None:
         raise InvalidArgument(f"no {'workflow' if chosen is None else 'task set'} is set: give workflow= and tasks=")

@@ -39,7 +39,6 @@ from ratchet.store.operation_records import Tuning
 from ratchet.supervisor.up import attach_or_start, read_run_state
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.observability.progress import print_line
-from ratchet.trainer.settings.judge_specs import read_spec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks import TEST, TRAIN
 from ratchet.tuner.reports import TuningResult
@@ -145,7 +144,7 @@ async def tune_async(
                 caller = replace(caller, families=parts.workflows)
             judge = served.get(_JUDGE) if parts is None else parts.judge(served)
             if judge is not None:
-                used = used.model_copy(update={"trainer": {**used.trainer, "judge": judge}})
+                used = used.changed(trainer={"judge": judge})
                 own[_RUN_JUDGE] = judge if served or running else None
             tune_weights(used, own, caller)
 
@@ -164,7 +163,7 @@ def _serve(
     stored = _served(context.stored_run(settings, resume).config.get(_RUN_JUDGE)) if resume else []
     address = Path(stored[0]["address"]).name if stored else f"{secrets.token_hex(8)}.json"
     judges = {name: FunctionJudge(function) for name, function in functions.items()}
-    away = settings.tuner_settings().judge_away_seconds
+    away = settings.tuner.judge_away_seconds
     server = stack.enter_context(JudgeServer(judges, settings.state.judges.resolve() / address, away))
     return {name: server.spec(name) for name in functions}
 
@@ -207,7 +206,7 @@ def tune_weights(
 
 def _run(opened: context.TuningContext, run: Tuning, check: Callable[[], None], caller: RunCaller) -> TuningResult:
     plan, settings = plan_of(run), opened.settings
-    trainer = settings.trainer_settings(base_model=settings.base_model)
+    trainer = settings.trainer
     evaluator = opened.runner
     if plan.eval_workflow is not None:
         evaluator = RolloutRunner(
@@ -235,7 +234,7 @@ def _run(opened: context.TuningContext, run: Tuning, check: Callable[[], None], 
 
 def _plan(settings: Settings, own: Mapping[str, Any], workflow: str | None, caller: RunCaller) -> WeightsPlan:
     """Return the plan. Raises InvalidArgument, which names the wrong option."""
-    tuner, trainer = settings.tuner_settings(), settings.trainer_settings(base_model=settings.base_model)
+    tuner, trainer = settings.tuner, settings.trainer
     values = {name: own[name] for name in WeightsPlan.model_fields if own.get(name) is not None}
     named = _pairs("--family-workflow", own["family_workflow"], "math=my_agent:run")
     try:
@@ -315,7 +314,7 @@ def _check_run_judge(settings: Settings, run: str, given: Mapping[str, Any] | No
 
 def _check_readable(settings: Settings, own: Mapping[str, Any], caller: RunCaller) -> None:
     """Read the task sets and load the workflows. Raises TaskSetError, WorkflowError."""
-    given = caller.workflow or settings.tuner_settings().workflow
+    given = caller.workflow or settings.tuner.workflow
     plan = _plan(settings, own, None if given is None else load_workflow(given).name, caller)
     families = parse_families(plan.families, partial(context.task_set_of, settings))
     for family in families:
@@ -344,13 +343,13 @@ def _check_running_trainer(settings: Settings, running: Mapping[str, Any], *, ha
             f"project {settings.project} runs without a trainer: set trainer.judge in ratchet.yaml and restart it, or "
             "stop it so that services are started for this run"
         )
-    if not has_judge and judge is not None and read_spec(judge) != read_spec(settings.trainer["judge"]):
+    if not has_judge and judge and settings.changed(trainer={"judge": judge}).trainer.judge != settings.trainer.judge:
         raise InvalidArgument(
-            f"--judge {settings.trainer['judge']}: the running trainer uses {judge}: leave the judge out, or stop the "
-            "project so that services are started for this run"
+            f"--judge {settings.given_in('trainer')['judge']}: the running trainer uses {judge}: leave the judge out, "
+            "or stop the project so that services are started for this run"
         )
     expected = shared.get("num_generations", TrainerSettings.model_fields["num_generations"].default)
-    wanted = settings.trainer_settings(base_model=settings.base_model).num_generations
+    wanted = settings.trainer.num_generations
     if wanted != expected:
         raise InvalidArgument(
             f"--attempts {wanted}: the running trainer uses {expected} rollouts per task (trainer.num_generations): "

@@ -117,8 +117,8 @@ def start_run(
     Raises TuningError, SettingsError, InvalidArgument, and what `run_services` does.
     """
     # Without retries: every rollout counts against the budget.
-    settings = settings.model_copy(update={"tuner": settings.tuner | {"max_retries": 0, "max_failures": None}})
-    tuner = settings.tuner_settings()
+    settings = settings.changed(tuner={"max_retries": 0, "max_failures": None})
+    tuner = settings.tuner
     name = model or settings.model
     _reflection_key(tuner)  # a missing one is an error before the run begins
 
@@ -132,7 +132,7 @@ def start_run(
         if model is not None and model not in served:
             raise InvalidArgument(f"{model} is in model_list, but the running proxy does not serve it: restart it")
         used = tuner.model_copy(update={"workflow": opened.workflow})
-        config = config_of(used, settings.trainer.get("judge"), seed_prompt)
+        config = config_of(used, settings.given_in("trainer").get("judge"), seed_prompt)
         config["judge_name"], config["listed_model"] = opened.scorer.name, model
         return _complete(opened, opened.store.tunings.begin("prompt", name, config).id)
 
@@ -143,7 +143,7 @@ def resume_run(settings: Settings, name: str, caller: RunCaller = COMMAND) -> tu
     if settings.agents and not run.config.get("listed_model"):
         settings = settings.for_agent(run.alias)
     settings = _with_request(settings, run)
-    _reflection_key(settings.tuner_settings())
+    _reflection_key(settings.tuner)
     with (
         context.run_services(settings, caller, (run.alias,), lambda: context.check_usable(settings, caller)),
         context.opened(settings, caller) as opened,
@@ -169,12 +169,10 @@ def _reflection_key(settings: TunerSettings) -> str | None:
 
 def _with_request(settings: Settings, run: Tuning) -> Settings:
     """Return the settings overridden by the request of a run."""
-    now = settings.tuner_settings()
+    now = settings.tuner
     tuner = dict(run.config["tuner"]) | {"proxy_url": now.proxy_url, "concurrency": now.concurrency}
-    judge = {} if run.config["judge"] is None else {"judge": run.config["judge"]}
-    trainer = {key: value for key, value in settings.trainer.items() if key != "judge"} | judge
     alias = settings.model if run.config.get("listed_model") else run.alias
-    return settings.model_copy(update={"tuner": tuner, "trainer": trainer, "model": alias})
+    return settings.changed(tuner=tuner, trainer={"judge": run.config["judge"]}, model=alias)
 
 
 def _complete(opened: context.TuningContext, name: str, *, resume: bool = False) -> tuple[str, TuningResult]:

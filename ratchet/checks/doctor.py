@@ -74,7 +74,7 @@ def run_checks(
         running = {}
     if proxy is not None:
         running = {**running, "base_url": f"{proxy}/v1"}
-    agents = list(settings.agents_by_name.values())
+    agents = [settings.for_agent(name) for name in settings.agents_by_name]
     if (memory := check_memory(settings)) is not None:
         yield memory
     yield _vllm(settings, running)
@@ -223,8 +223,7 @@ def _read_back(store: Store, call_id: str, log: str) -> tuple[tuple[int, ...], C
 
 def has_teacher(settings: Settings) -> bool:
     """Return whether the judge is a teacher."""
-    judge = settings.trainer.get("judge")
-    return isinstance(judge, Mapping) and judge.get("kind") == "teacher"
+    return isinstance(settings.trainer.judge, TeacherSpec)
 
 
 def check_teacher(settings: Settings, running: Mapping[str, Any]) -> CheckResult:
@@ -232,7 +231,7 @@ def check_teacher(settings: Settings, running: Mapping[str, Any]) -> CheckResult
     if "vllm_url" not in running:
         return no_project("teacher", running)
     try:
-        spec = settings.trainer_settings(base_model=settings.base_model or "unused").judge
+        spec = settings.trainer.judge
         assert isinstance(spec, TeacherSpec)
         policy = VllmServer(running["vllm_url"], timeout=30, key=os.environ.get("RATCHET_UPSTREAM_API_KEY"))
         with (
@@ -251,7 +250,7 @@ def check_teacher(settings: Settings, running: Mapping[str, Any]) -> CheckResult
 
 def is_resampling_enabled(settings: Settings) -> bool:
     """Return whether the trainer samples further answers to recorded prompts."""
-    return bool((settings.trainer.get("resample") or {}).get("samples"))
+    return settings.trainer.resample.samples > 0
 
 
 def check_resampling(settings: Settings, running: dict[str, Any]) -> CheckResult:

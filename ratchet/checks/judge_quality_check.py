@@ -67,7 +67,7 @@ def check_judge_quality(settings: Settings, example: JudgeExample | None = None)
         seen = "no judge is set: calls are recorded and nothing is trained"
         return CheckResult(_NAME, False, seen, "give --judge module:function or a YAML file, or set trainer.judge")
     try:
-        spec = settings.trainer_settings(base_model=settings.base_model or "unused").judge
+        spec = settings.trainer.judge
         kind = spec.name if isinstance(spec, PluginSpec) else spec.kind
         judge = make_judge(spec, os.environ)
     except TrainerError as error:

@@ -117,7 +117,7 @@ def _own_learner(settings: TrainerSettings) -> Iterator[CheckedLearner]:
 
 def _open(opened: contextlib.ExitStack, settings: Settings, running: dict[str, Any]) -> CheckedLearner:
     base_model = vllm_command.check_model(running.get("base_model") or settings.base_model)
-    own = settings.trainer_settings(base_model=base_model, judge=settings.trainer.get("judge") or "unset:unset")
+    own = settings.trainer.model_copy(update={"base_model": base_model})
     # A large step: usual learning rates change the logprobs by less than bfloat16 resolves.
     own = own.model_copy(update={"learner": replace(own.learner, learning_rate=3e-3, target_kl=None)})
     if (url := _url(settings, running)) is None:
@@ -130,7 +130,7 @@ def _open(opened: contextlib.ExitStack, settings: Settings, running: dict[str, A
 
 def _url(settings: Settings, running: dict[str, Any]) -> str | None:
     """Return the address of the learner that runs; None if the doctor has to load one."""
-    url: str | None = running.get("learner_url") or settings.learner_process_settings().url
+    url: str | None = running.get("learner_url") or settings.learner.url
     return url
 
 
@@ -144,7 +144,7 @@ def _gradient(
             assigned, _ = assign_gpus(settings)  # those that `up` would give it
             if (reason := why_no_learner(assigned)) is not None:
                 return None, CheckResult(name, False, reason, "free the GPU (without a judge, `up` starts no learner)")
-            os.environ.update(pinned(assigned.learner_devices))  # before anything imports torch
+            os.environ.update(pinned(assigned.learner.devices))  # before anything imports torch
         checked = _open(opened, settings, running)
         weight_change, tokens = _train(checked.learner, captured or _ANY_IDS)
     except ImportError as error:
@@ -191,7 +191,7 @@ def _swap(
         return no_project("swap", running)
     if checked is None:
         return CheckResult("swap", False, "not checked: there is no trained adapter", "fix the gradient check first")
-    tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))
+    tolerance = settings.trainer.proof_tolerance
     try:
         return check_swap(running["vllm_url"], _served_base(settings), checked, _probes(captured), tolerance)
     except TrainerError as error:

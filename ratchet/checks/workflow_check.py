@@ -69,8 +69,8 @@ def _object(text: str) -> dict[str, Any] | None:
 
 def run_checks(settings: Settings, task: Task) -> Iterator[CheckResult]:
     """Yield the results of each step. Raises WorkflowError or JudgeError if the workflow or judge cannot be loaded."""
-    attempts = settings.tuner_settings().attempts
-    reporting = settings.model_copy(update={"tuner": {"max_failures": attempts} | settings.tuner})  # of all failures
+    attempts = settings.tuner.attempts
+    reporting = settings.changed(tuner={"max_failures": attempts, **settings.given_in("tuner")})  # of all failures
     with context.opened(reporting) as tuner_context:
         proxy = _proxy(tuner_context.proxy_url)
         yield proxy
@@ -114,9 +114,7 @@ def _reasons(
     rollouts: list[Rollout],
     transcripts: list[Transcript],
 ) -> list[Reason]:
-    trainer = settings.trainer_settings(
-        base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
-    )
+    trainer = settings.trainer
     roles = Roles(trainer.roles, trainer.role_patterns)
     max_seconds = max((_seconds(one) for one in rollouts), default=0.0)
     with context.judge_of(settings) as judge:

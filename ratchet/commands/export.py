@@ -60,7 +60,7 @@ def export(settings: Settings, store: Store, shape: str, out: Path | None, **fil
     found = _chosen(store, chosen)
     records: Iterable[dict[str, Any]] = map(trajectory_record, found)
     if shape == "trl":
-        held_out = options.held_out_share(settings)
+        held_out = settings.trainer.release.held_out_share
         records = (row for one in _trainable(found, held_out) for row in training_records(one, held_out))
     with _whole_file(out) as file:
         count = (_write_parquet if shape == "parquet" else _write_lines)(records, file)

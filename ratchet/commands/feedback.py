@@ -138,7 +138,7 @@ def export(settings: Settings, layout: str, out: str, limit: int) -> None:
 
     from ratchet.trainer.rows import preference_rows
 
-    alias, share, held_out = settings.model, options.held_out_share(settings), Counter[str]()
+    alias, share, held_out = settings.model, settings.trainer.release.held_out_share, Counter[str]()
     with options.open_store_for_command(settings.store_url) as store:
         if layout == "paired":
             found = preference_rows.pairs(_judged_groups(store, alias, limit, share))

@@ -86,7 +86,7 @@ def try_(settings: Settings, names: tuple[str, ...], task: str | None, response:
 
         if not settings.has_judge:
             raise click.UsageError(_NO_JUDGE)
-        judged = try_judge(settings.trainer["judge"], _row_or_key(task), response)
+        judged = try_judge(settings.given_in("trainer")["judge"], _row_or_key(task), response)
         show(judged, [_joined(f"{judged.score:g}", _components(judged.components), judged.explanation)])
         return 0
     with options.open_store_for_command(settings.store_url) as store, _judge(settings) as made:

@@ -345,10 +345,9 @@ def _adapters(settings: Settings) -> AdapterStore:
 
 def _target(settings: Settings, agent: str) -> ForkTarget:
     """Return where the agent's versions are and how they are trained."""
-    from ratchet.settings.project_settings import parse_learner
     from ratchet.trainer.release.candidates import ForkTarget
 
-    learner, _ = parse_learner(settings.for_agent(agent).learner, {})
+    learner = settings.for_agent(agent).trainer.learner
     place = settings.adapters.store
     versions = f"{place}/{agent}/checkpoints" if place else str(settings.state.checkpoints(agent))
     return ForkTarget(agent, versions, learner)

@@ -212,14 +212,14 @@ def _check_results(settings: Settings, task: str | None, example: JudgeExample |
         from ratchet.checks import doctor as doctor_checks
         from ratchet.trainer.settings.learner_settings import pinned
 
-        proxy = settings.tuner_settings().proxy_url if given["proxy"] else None
-        os.environ.update(pinned(settings.learner_devices))  # it trains as the trainer would
+        proxy = settings.tuner.proxy_url if given["proxy"] else None
+        os.environ.update(pinned(settings.learner.devices))  # it trains as the trainer would
         yield from doctor_checks.run_checks(settings, proxy, example, _announce)
         return
     from ratchet.checks import workflow_check
 
     settings = options.one_agent(settings)
-    source = task or settings.tuner_settings().tasks
+    source = task or settings.tuner.tasks
     if source is None:
         raise click.UsageError("the workflow needs a task: give --task JSON or a file, or set tuner.tasks")
     yield from workflow_check.run_checks(settings, workflow_check.task_of(source, settings))

@@ -65,13 +65,16 @@ def proxy(
     """
     if models_only and (upstreams or context.params["model"]):
         raise click.UsageError("--models-only serves no agent: leave --upstream and --model out")
-    derived: dict[str, Any] = {"upstreams": upstreams, "journal": journal}
-    given = {key: value for key, value in derived.items() if value}
-    own = settings.proxy_settings(**given, **(settings.models_only if models_only else {}))
     from ratchet.proxy.server import SetAgents
     from ratchet.proxy.supervisor.supervisor import serve
     from ratchet.proxy.telemetry import logs
+    from ratchet.settings.project_settings import with_values
 
+    own = settings.proxy_of_models if models_only else settings.proxy
+    if upstreams:
+        own = settings.proxy_before(upstreams)
+    if journal:
+        own = with_values(own, "proxy", journal=journal)
     logs.configure_logging(own.log_format, own.log_level)
     os.umask(0o077)  # what it and its processes write is readable by its owner only: journal, store, state folder
 
@@ -108,15 +111,15 @@ def trainer(context: click.Context, settings: Settings, vllm: tuple[str, ...]) -
     if not settings.has_judge:
         raise click.UsageError("no judge is set: give --judge module:function or a YAML file, or set trainer.judge")
     from ratchet.proxy.telemetry import logs
+    from ratchet.settings.project_settings import with_values
     from ratchet.supervisor.vllm_command import check_model
 
-    derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
-    checked = check_model(settings.base_model)
+    own: dict[str, Any] = {"base_model": check_model(settings.base_model)} | ({"vllm": vllm} if vllm else {})
 
     def agents_of(changed: Settings) -> dict[str, TrainerSettings]:
         """Return the settings of the agents that have a judge."""
         judged = {name: agent for name, agent in changed.agents_by_name.items() if agent.has_judge}
-        return {name: agent.trainer_settings(base_model=checked, **derived) for name, agent in judged.items()}
+        return {name: with_values(agent, "trainer", **own) for name, agent in judged.items()}
 
     agents = agents_of(settings)
     first = next(iter(agents.values()))
@@ -158,12 +161,12 @@ def learner(settings: Settings) -> int:
     from ratchet.trainer.settings.learner_settings import pinned
 
     model = check_model(settings.base_model)
-    own = settings.learner_process_settings()
+    own = settings.learner
     os.environ.update(pinned(own.devices))  # before anything imports torch
     torchrun = launch.torchrun_command(own, os.environ, (sys.executable, "-P", "-m", "ratchet", *sys.argv[1:]))
     if torchrun is not None:
         os.execv(torchrun[0], torchrun)
-    logs.configure_logging(settings.trainer.get("log_format", "text"), settings.trainer.get("log_level", "info"))
+    logs.configure_logging(settings.trainer.log_format, settings.trainer.log_level)
     settings.state.make(min_free_disk_mb=settings.min_free_disk_mb)
     from ratchet.trainer.learner_service.process import LearnerFolders, run
 

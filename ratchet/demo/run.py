@@ -179,7 +179,7 @@ class Demo:
         Traffic that ends by time leaves more groups than rounds can train. They are not waited for: trained one round
         after the other without new traffic they grow ever older, up to `trainer.max_staleness` versions.
         """
-        alias, trainer = self._settings.model, self._settings.trainer_settings()
+        alias, trainer = self._settings.model, self._settings.trainer
         full = {"num_generations": trainer.num_generations, "groups_per_round": trainer.groups_per_round}
         until = time.monotonic() + (_SETTLE_SECONDS if self._options.minutes is None else 0.0)
         with contextlib.closing(open_store(self._settings.store_url)) as store:
@@ -233,7 +233,7 @@ class Demo:
             "seed": self._options.seed,
             "base_model": str(settings.base_model),
             "dtype": vllm_command.number_format(settings, vllm_command.has_visible_gpu(settings)),
-            "release_policy": settings.trainer_settings().release.policy,
+            "release_policy": settings.trainer.release.policy,
         }
         with contextlib.closing(open_store(settings.store_url)) as store:
             return report.read_results(store, settings.model, self.folder, about, self._seconds)

@@ -25,25 +25,20 @@ _Stamp = tuple[int, int, int] | None  # of a file: modification time, size, inod
 
 def with_agents_of(running: Settings, new: Settings) -> Settings:
     """Return the running settings with the agents of new ones. Raises SettingsError if they do not fit together."""
-    changed = running.model_copy(update={"agents": new.agents, "model": new.model})
-    changed.proxy_settings()
-    for agent in changed.agents_by_name.values():
-        if agent.has_judge:
-            agent.trainer_settings(base_model=agent.base_model or "unset")
-    return changed
+    return running.changed(agents=new.given_in("agents"), model=new.model)
 
 
 def changed_agents(running: Settings, new: Settings) -> tuple[list[str], list[str], list[str]]:
     """Return the names of agents that are new, that left, and whose settings changed."""
-    before, after = ({name: (one.trainer, one.learner) for name, one in both.agents_by_name.items()}
-                     for both in (running, new))  # fmt: skip
+    before, after = running.agents_by_name, new.agents_by_name
     changed = [name for name in after if name in before and after[name] != before[name]]
     return [n for n in after if n not in before], [n for n in before if n not in after], changed
 
 
 def keys_for_restart(running: Settings, new: Settings) -> list[str]:
     """Return the keys that differ and are not applied while a service runs."""
-    before, after = (dict(_flat(one.model_dump(mode="json", exclude=set(_APPLIED)))) for one in (running, new))
+    before, after = (dict(_flat(one.given)) for one in (running, new))
+    before, after = ({key: one[key] for key in one if key.partition(".")[0] not in _APPLIED} for one in (before, after))
     return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
 
 

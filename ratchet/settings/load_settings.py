@@ -7,10 +7,13 @@ know, with the nearest known key, and records which layer set each value, so tha
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import typing
 from collections.abc import Collection, Mapping
+from functools import cache
+from json import JSONDecodeError
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any
@@ -27,17 +30,18 @@ from pydantic_settings import (
 
 from ratchet.errors import SettingsError
 from ratchet.settings.masking import MASK, mask_store_url
-from ratchet.settings.project_settings import DERIVED_PROXY, DERIVED_TRAINER, OTHER_VARIABLES, PREFIX, Settings
+from ratchet.settings.project_settings import OTHER_VARIABLES, PREFIX, SHARED_KEYS, Settings
 from ratchet.settings.setting_errors import (
     ANY_NAME,
+    Refused,
     is_option,
     key_tree,
     listed,
     nearest_variable,
-    readable_errors,
     renamed,
     type_of_key,
 )
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 
 CONFIG_FILE = "ratchet.yaml"
 # Kubernetes sets such variables in every container of a namespace with a service named ratchet: RATCHET_PORT=tcp://...
@@ -48,19 +52,35 @@ AGENTS = ("agents",)
 Options = Mapping[tuple[str, ...], tuple[str, Any]]  # key path -> (name of the option, value); None: not given
 
 
+# Keys of `trainer` that the one controller has, not each agent; keys that only an agent's entry has.
+CONTROLLER_KEYS = frozenset(
+    {"lease_seconds", "poll_interval_seconds", "metrics_port", "metrics_host", "log_format", "log_level", "report_to"}
+)
+_AGENT_ONLY = frozenset({"share"})
+_OF_THE_PROJECT = ("base_model", "store", "vllm", "proxy", "tuner", "model_list", "project", "state_dir")
+
+
+@cache
 def known_keys() -> dict[str, Any]:
     """Return the tree of settings: a key's type, or a mapping for a section."""
-    from ratchet.proxy.settings import ProxySettings
-    from ratchet.settings.project_settings import agent_keys, learner_keys, trainer_keys
-    from ratchet.tuner.settings import TunerSettings
-
     keys = key_tree(Settings)
-    keys["proxy"] = {key: kind for key, kind in key_tree(ProxySettings).items() if key not in DERIVED_PROXY}
-    keys["agents"] = {ANY_NAME: agent_keys(DERIVED_TRAINER)}
-    keys["trainer"] = trainer_keys(DERIVED_TRAINER)
-    keys["learner"] = learner_keys()
-    keys["tuner"] = key_tree(TunerSettings) | {"lessons": {ANY_NAME: Any}}  # the plug-in knows its keys
+    trainer = keys["trainer"]
+    keys["trainer"] = {key: kind for key, kind in trainer.items() if key not in _AGENT_ONLY}
+    keys["learner"] = key_tree(LearnerSettings) | key_tree(LearnerProcessSettings)
+    keys["agents"] = {ANY_NAME: _agent_keys(trainer, keys["learner"])}
+    keys["tuner"]["lessons"] = {ANY_NAME: Any}  # the plug-in knows its keys
     return keys
+
+
+def _agent_keys(trainer: Mapping[str, Any], learner: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of an agent's entry; those of a process or of all agents are refused."""
+    process = "belongs to the trainer's process, which all agents share: set trainer."
+    shared = "is shared by all agents of the learner: set learner."
+    return {
+        **{key: Refused(f"{process}{key}") if key in CONTROLLER_KEYS else kind for key, kind in trainer.items()},
+        **{key: Refused(f"is shared by all agents: set {key} at the top level") for key in _OF_THE_PROJECT},
+        "learner": {key: Refused(f"{shared}{key}") if key in SHARED_KEYS else one for key, one in learner.items()},
+    }
 
 
 def load(
@@ -84,10 +104,11 @@ def load(
     layers = _Layers(config, options or {}, environ, content)
     values = _LayeredSettings(layers=layers).values()
     chosen = layers.choose_agent(values)
-    with readable_errors(layers.sources, Settings):
-        settings = Settings(**values)
-    settings._sources.update(layers.sources)
-    _check(settings, environ)
+    by_option = {path[1] for path, source in layers.sources.items() if path[0] == "trainer" and is_option(source)}
+    for entry in values.get("agents", {}).values():  # an option such as --judge is stronger than an entry
+        for key in by_option & entry.keys():
+            del entry[key]
+    settings = Settings.of(values, layers.sources, environ)
     return settings if chosen is None else settings.for_agent(chosen)
 
 
@@ -123,11 +144,12 @@ def with_last_run(settings: Settings, given: Collection[str] = ()) -> Settings:
     run = read_last_run(settings)
     agents: dict[str, Any] = run.get("agents") or {}
     found = {key: value for key, value in run.items() if key in _FROM_LAST_RUN and key not in given}
-    if settings._entry is None and (agents or "model" in found):
-        found["agents"] = {name: settings.agents.get(name, entry) for name, entry in agents.items()}
+    if not settings._is_chosen and (agents or "model" in found):
+        own = settings.given_in("agents")
+        found["agents"] = {name: own.get(name, entry) for name, entry in agents.items()}
     judge = agents.get(settings.model, {}).get("judge") or (run.get("trainer") or {}).get("judge")
     if judge and not settings.has_judge:
-        found["trainer"] = {**settings.trainer, "judge": judge}
+        found["trainer"] = {"judge": judge}
     store = found.get("store")
     if isinstance(store, str) and MASK in store:
         if settings.store is None or mask_store_url(settings.store) != store:
@@ -136,15 +158,15 @@ def with_last_run(settings: Settings, given: Collection[str] = ()) -> Settings:
                 "or give --store"
             )
         del found["store"]
-    merged = settings.model_copy(update=found)
+    merged = settings.changed(**found)
     return merged.for_agent(settings.model) if merged.agents and "model" in given else merged
 
 
 def read_last_run(settings: Settings) -> dict[str, Any]:
     """Return the resolved settings that `up` wrote, which hold no secret; empty if the project never ran."""
     try:
-        content = yaml.safe_load(settings.state.resolved.read_text())
-    except (OSError, yaml.YAMLError):
+        content = json.loads(settings.state.resolved.read_text())
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -234,10 +256,10 @@ class _FileLayer(YamlConfigSettingsSource):
 
     def _read_files(self, files: Any, deep_merge: bool = False) -> dict[str, Any]:
         try:
-            content = self._read_file(files)
+            content = json.loads(files.read_text()) if files.suffix == ".json" else self._read_file(files)
         except OSError as error:
             raise SettingsError(f"{files}: cannot be read: {error.strerror}") from error
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, JSONDecodeError) as error:
             raise SettingsError(f"{files}: is not YAML: {' '.join(str(error).split())}") from error
         if not isinstance(content, dict):
             raise SettingsError(f"{files}: must hold keys and values, such as `project: demo`")
@@ -357,50 +379,3 @@ def _is_text(kind: Any) -> bool:
     if origin in (typing.Union, UnionType):
         return all(_is_text(one) for one in typing.get_args(kind) if one is not NoneType)
     return kind in (str, Path) or origin is typing.Literal
-
-
-def _check(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Raise SettingsError for whatever any component would reject later: nothing starts with a wrong setting."""
-    _check_store(settings)
-    _check_rank(settings)
-    settings.proxy_settings(environ)
-    settings.tuner_settings()
-    _check_trainer(settings, "trainer")
-    for name, agent in settings.agents_by_name.items() if settings.agents else ():
-        _check_trainer(agent, f"agents.{name}")
-
-
-def _check_trainer(settings: Settings, section: str) -> None:
-    """Raise SettingsError if the trainer would refuse the settings, even if nothing is trained yet."""
-    if (settings.trainer.get("resample") or {}).get("samples") and "--disable-log-stats" in settings.vllm.extra_args:
-        raise SettingsError(
-            f"{section}.resample.samples: resampling waits for an idle vLLM, and with --disable-log-stats vLLM does "
-            "not report its load; remove that from vllm.extra_args, or set resample.samples to 0"
-        )
-    settings.trainer_settings(
-        base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
-    )
-
-
-def _check_rank(settings: Settings) -> None:
-    """Raise SettingsError if vLLM could not serve the adapters that the learner makes."""
-    served, trained = settings.vllm.max_lora_rank, settings.learner_process_settings().lora_r
-    if served is not None and served < trained:
-        raise SettingsError(
-            f"vllm.max_lora_rank is {served}, less than learner.lora_r {trained}: vLLM would refuse every version; set "
-            f"it to {trained} or more, leave it out, or lower learner.lora_r"
-        )
-
-
-def _check_store(settings: Settings) -> None:
-    """Raise SettingsError if no store can be at the URL that was given. Opens nothing."""
-    if settings.store is None:
-        return
-    from ratchet.store.db.engine import check_url
-    from ratchet.store.errors import StoreError
-
-    try:
-        check_url(settings.store)
-    except StoreError as error:
-        source = settings._sources.get(("store",), "store")
-        raise SettingsError(f"{source}: {str(error).removeprefix('--store ')}") from error

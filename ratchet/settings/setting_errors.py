@@ -28,6 +28,7 @@ _RENAMED: Mapping[Path, Path] = {
 _MAX_LISTED = 20  # names in one message
 _MAX_NAMED = 3  # keys of the same name that one message lists
 _MIN_SIMILARITY = 0.6  # of a name that is suggested, as difflib's default
+SKIPPED = "skipped"  # pydantic's type of an error about what cannot be checked before other errors are corrected
 _REFERENCE = "docs/configuration.md lists the keys"
 # What the user has to write, where pydantic's sentence is about Python: by pydantic's type of the error.
 _REMEDIES = {
@@ -45,9 +46,12 @@ class Refused(str):
 
 
 def key_tree(model: Any) -> dict[str, Any]:
-    """Return the keys of a pydantic model or dataclass: name -> type, or a mapping for a section."""
+    """Return the keys of a pydantic model or dataclass: name -> type, or a mapping for a section.
+
+    Fields that are derived (`exclude`) are no keys.
+    """
     if isinstance(model, type) and issubclass(model, BaseModel):
-        types = {name: field.annotation for name, field in model.model_fields.items()}
+        types = {name: field.annotation for name, field in model.model_fields.items() if not field.exclude}
     else:
         types = typing.get_type_hints(model)
     return {name: key_tree(kind) if _is_section(kind) else kind for name, kind in types.items()}
@@ -153,28 +157,31 @@ def listed(names: Iterable[str]) -> str:
 
 
 @contextmanager
-def readable_errors(
-    sources: Mapping[Path, str], model: Any, *section: str, also: type[Exception] | tuple[()] = ()
-) -> Iterator[None]:
+def readable_errors(sources: Mapping[Path, str], model: Any, *section: str) -> Iterator[None]:
     """Turn pydantic's errors into a SettingsError of one line that names the source and the key.
 
-    `also` is a component's own error class. `sources` maps key paths to where their value came from; `model` is what
-    checks the section, for the known keys beside an unknown one.
+    `sources` maps key paths to where their value came from; `model` is what checks the section, for the known keys
+    beside an unknown one.
     """
     try:
         yield
     except ValidationError as error:
-        raise SettingsError("; ".join(_sentence(item, sources, model, section) for item in error.errors())) from error
-    except also as error:
-        set_here = {source for path, source in sources.items() if path[: len(section)] == section}
-        message, name = str(error), ".".join(section)
-        named = message.startswith(f"{section[-1]}.")  # the message names the setting
-        message = f"{name}{message.removeprefix(section[-1])}" if named else f"{name}: {message}"
-        raise SettingsError(f"{', '.join(sorted(set_here))}: {message}") from error
+        found = [_sentence(item, sources, model, section) for item in error.errors() if item["type"] != SKIPPED]
+        raise SettingsError("; ".join(found)) from error
 
 
 def _sentence(item: Any, sources: Mapping[Path, str], model: Any, section: Path) -> str:
     path = (*section, *(str(part) for part in item["loc"]))
+    if path[:2] == ("trainer", "learner"):  # an agent's part of the section `learner`
+        path = path[1:]
+    message = _REMEDIES.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if path and message.startswith(f"{path[-1]}."):  # the message names the setting
+        key, space, message = message.partition(" ")
+        path = (*path[:-1], *key.split("."))
+        message = f"{'.'.join(path)}{space}{message}"
+    elif path and item["type"] != "extra_forbidden":
+        message = f"{'.'.join(path)}: {message}"
     source = next((sources[path[:end]] for end in range(len(path), 0, -1) if path[:end] in sources), None)
     prefix = f"{source}: " if source else ""
     if item["type"] == "extra_forbidden":
@@ -182,9 +189,7 @@ def _sentence(item: Any, sources: Mapping[Path, str], model: Any, section: Path)
         near = difflib.get_close_matches(path[-1], beside, n=1, cutoff=_MIN_SIMILARITY)
         known = f"the nearest known key is {'.'.join((*path[:-1], *near))}" if near else f"known are {listed(beside)}"
         return f"{prefix}unknown key {'.'.join(path)}; {known}"
-    message = _REMEDIES.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
-    return f"{prefix}{'.'.join(path)}: {message}"
+    return f"{prefix}{message}"
 
 
 def _keys_beside(model: Any, place: Sequence[int | str]) -> list[str]:

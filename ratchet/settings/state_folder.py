@@ -75,13 +75,13 @@ class StateFolder:
 
     @property
     def resolved(self) -> Path:
-        """The resolved settings of the services, without secrets (YAML)."""
-        return self.root / "run" / "settings.yaml"
+        """The resolved settings of the services, without secrets (JSON)."""
+        return self.root / "run" / "settings.json"
 
     @property
     def resolved_models_only(self) -> Path:
         """The same of a proxy that was started for one run on models of `model_list`."""
-        return self.root / "run" / "models_only.yaml"
+        return self.root / "run" / "models_only.json"
 
     @property
     def learner_token(self) -> Path:

@@ -23,7 +23,7 @@ def max_loras(settings: Settings) -> int:
 
 def held_adapters(settings: Settings) -> int:
     """Return how many adapters vLLM may have to hold, over all agents."""
-    kept = [int(agent.trainer.get("keep_loaded_adapters", 2)) for agent in settings.agents_by_name.values()]
+    kept = [agent.keep_loaded_adapters for agent in settings.agents_by_name.values()]
     return sum(_BESIDES_OLD + count for count in kept)
 
 

@@ -32,7 +32,7 @@ def check_base_model(settings: Settings, store: Store, note: Callable[[str], Non
     folder = model_folder(model)
     if folder is None:
         return False
-    agents = list(settings.agents_by_name.values())
+    agents = [settings.for_agent(name) for name in settings.agents_by_name]
     files = _digests_of_all(agents, model, folder, note)
     for agent in agents:
         _check_agent(agent, store, model, files, note, serves=serves)

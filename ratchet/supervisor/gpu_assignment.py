@@ -7,7 +7,7 @@ has named for one of them are left to it.
 
 from __future__ import annotations
 
-from ratchet.settings.project_settings import Settings, parse_learner
+from ratchet.settings.project_settings import Settings
 from ratchet.settings.setting_errors import listed
 from ratchet.supervisor.preflight_checks import Gpu, visible_gpus
 
@@ -17,8 +17,8 @@ _PARALLEL = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp",
 
 def assign_gpus(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     """Return the settings with `vllm.devices` and `learner.devices` filled in, and notes for the user."""
-    process = parse_learner(settings.learner, {})[1]
-    serving, training = settings.vllm.devices, settings.learner_devices
+    process = settings.learner
+    serving, training = settings.vllm.devices, process.devices
     both_named = serving is not None and training is not None
     parallel = any(argument.partition("=")[0] in _PARALLEL for argument in settings.vllm.extra_args)
     if not settings.has_judge or process.url is not None or both_named or parallel:
@@ -33,12 +33,7 @@ def assign_gpus(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     serving = _names(free[:for_vllm]) if serving is None else serving
     training = _names(free[for_vllm : for_vllm + for_learner]) if training is None else training
     unused = free[for_vllm + for_learner :]
-    changed = settings.model_copy(
-        update={
-            "vllm": settings.vllm.model_copy(update={"devices": serving}),
-            "learner": {**settings.learner, "devices": training},
-        }
-    )
+    changed = settings.changed(vllm={"devices": serving}, learner={"devices": training})
     return changed, (_note(serving, training, unused, process.num_processes),)
 
 

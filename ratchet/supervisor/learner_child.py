@@ -35,15 +35,15 @@ def plan_learner_child(settings: Settings) -> LearnerCommand | None:
 
     Raises CliError if the port that the user set is in use.
     """
-    process = settings.learner_process_settings()
+    process = settings.learner
     if process.url is not None:
         return None
     settings.state.make(min_free_disk_mb=settings.min_free_disk_mb)
     fixed = settings.is_set("learner", "port")
     wanted = process.port if fixed else 0  # nobody needs to know it
     port = ports.choose_port("learner", "learner.port", process.host, wanted, fixed=fixed, taken=set())
-    config = settings.state.resolved.with_name("learner.yaml")
-    changed = settings.model_copy(update={"learner": {**settings.learner, "port": port}})
+    config = settings.state.resolved.with_name("learner.json")
+    changed = settings.changed(learner={"port": port})
     write_resolved_settings(changed, config)
     guard = (sys.executable, "-I", "-S", str(Path(process_guard.__file__)), str(_STOP_SECONDS))
     return LearnerCommand(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ratchet.errors import CliError
-from ratchet.settings.project_settings import Settings, parse_learner
+from ratchet.settings.project_settings import Settings
 from ratchet.supervisor import vllm_command
 from ratchet.supervisor.adapter_slots import max_loras
 from ratchet.supervisor.gpu_assignment import assign_gpus
@@ -39,10 +39,10 @@ class PlannedMemory:
 def plan_memory(settings: Settings) -> PlannedMemory:
     """Return the settings with GPUs, and vLLM's share of its own. Raises CliError if the model cannot fit."""
     settings, notes = assign_gpus(settings)
-    process = _learner_process(settings)
+    process = settings.learner
     serving = visible_gpus(settings.vllm.devices)[: settings.vllm.tensor_parallel_size]
     trains = settings.has_judge and process.url is None  # else the learner has GPUs elsewhere
-    training = visible_gpus(settings.learner_devices)[: process.num_processes] if trains else []
+    training = visible_gpus(settings.learner.devices)[: process.num_processes] if trains else []
     shared = any(gpu in training for gpu in serving) if serving else trains
     try:
         if not serving:
@@ -62,7 +62,7 @@ def plan_memory(settings: Settings) -> PlannedMemory:
 
 def smallest_learner(settings: Settings) -> int | None:
     """Return the bytes of GPU memory that a learner of one process needs at least; None without a formula."""
-    process = _learner_process(settings)
+    process = settings.learner
     try:
         shape = read_shape(read_config(vllm_command.check_model(settings.base_model)))
     except ModelShapeUnknown:
@@ -76,16 +76,16 @@ def smallest_learner(settings: Settings) -> int | None:
 
 def free_learner_memory(settings: Settings) -> int | None:
     """Return the free bytes of the learner's first GPU; None if nvidia-smi does not list it."""
-    gpu = next(iter(visible_gpus(settings.learner_devices)), None)
+    gpu = next(iter(visible_gpus(settings.learner.devices)), None)
     return None if gpu is None else round((gpu.total - gpu.used) * _MIB)
 
 
 def _with(settings: Settings, share: float, max_model_len: int | None, learner: float | None) -> Settings:
     """Return the settings with vLLM's share and context, and the learner's share of a GPU that they have in common."""
     changes = {"gpu_memory_utilization": share, "max_model_len": max_model_len or settings.vllm.max_model_len}
-    vllm = settings.vllm.model_copy(update=changes)
-    own = {} if learner is None or learner <= 0 else {"gpu_memory_utilization": round(learner, 2)}
-    return settings.model_copy(update={"vllm": vllm, "learner": own | settings.learner})
+    if learner is None or learner <= 0 or settings.learner.gpu_memory_utilization is not None:
+        return settings.changed(vllm=changes)
+    return settings.changed(vllm=changes, learner={"gpu_memory_utilization": round(learner, 2)})
 
 
 def _placement(
@@ -106,7 +106,7 @@ def _placement(
         lora_r=process.lora_r,
         target_modules=process.target_modules,
         token_budget=process.token_budget,
-        max_length=settings.learner.get("max_length"),
+        max_length=settings.trainer.learner.max_length,
         option=_option(process),
     )
 
@@ -119,10 +119,6 @@ def _option(process: LearnerProcessSettings) -> LearnerOption:
         quantization=process.quantization,
         share_prefixes=process.share_prefixes,
     )
-
-
-def _learner_process(settings: Settings) -> LearnerProcessSettings:
-    return parse_learner(settings.learner, {})[1]
 
 
 def _notes(settings: Settings, split: MemorySplit, shared: bool) -> list[str]:

@@ -158,9 +158,8 @@ def check_judges(settings: Settings, environ: Mapping[str, str]) -> None:
     checked: dict[str, str] = {}  # the first agent with a judge, by its specification
     for name, agent in settings.agents_by_name.items():
         if agent.has_judge:
-            own = agent.trainer_settings(base_model=agent.base_model or "unset")
             key = f"agents.{name}.judge" if settings.agents else "trainer.judge"
-            checked.setdefault(own.judge.model_dump_json(), key)
+            checked.setdefault(agent.judge.model_dump_json(), key)
     for spec, key in checked.items():
         _check_judge(spec, key, environ)
 

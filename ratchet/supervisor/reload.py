@@ -54,7 +54,7 @@ def reload_agents(new: Settings, note: Callable[[str], None]) -> Reloaded:
     after = with_agents_of(running, new)
     joined, left, changed = changed_agents(running, after)
     need_restart = _not_applied(new, running)
-    if affected := [name for name in (*joined, *changed) if after.for_agent(name).has_judge]:
+    if affected := [name for name in (*joined, *changed) if after.agents_by_name[name].has_judge]:
         _check_judges(after, affected)
         if "trainer" not in run["services"]:
             need_restart.append("the trainer's process, which no agent needed when the project was started")
@@ -71,7 +71,7 @@ def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
 def _check_judges(settings: Settings, names: list[str]) -> None:
     """Raise SettingsError if the trainer could not create the judge of one of these agents."""
     if settings.agents:
-        settings = settings.model_copy(update={"agents": {name: settings.agents[name] for name in names}})
+        settings = settings.changed(agents={name: settings.given_in("agents")[name] for name in names})
     preflight_checks.check_judges(settings, services.service_environment(settings))
 
 
@@ -92,13 +92,11 @@ def _register(settings: Settings, joined: list[str], known: str, store_url: str,
 
 def _not_applied(new: Settings, running: Settings) -> list[str]:
     """Return the keys that the user set otherwise than the project runs with. `up` chose those that are not set."""
-    content = running.model_dump(mode="json")
-    wanted = new.model_dump(mode="json")
     differ = []
     for path, source in new._sources.items():
         if path[0] in ("agents", "model") or source.startswith("-"):
             continue
-        have, want = _at(content, path), _at(wanted, path)
+        have, want = _at(running.given, path), _at(new.given, path)
         if have != want and MASK not in str(have):
             differ.append(".".join(path))
     return sorted(differ)

@@ -9,6 +9,7 @@ own logging.py or proxy/ replaces no module of theirs.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import ssl
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
+from pydantic import BaseModel
 
 from ratchet.proxy.model_list import check_keys
 from ratchet.settings.masking import has_password, mask_arguments, mask_store_url, mask_variables
@@ -68,7 +69,7 @@ class LaunchPlan:
     @property
     def console(self) -> str | None:
         """The URL of the console; None if it is turned off."""
-        return f"{self.proxy_url}/ui/" if self.settings.proxy_settings().console else None
+        return f"{self.proxy_url}/ui/" if self.settings.proxy.console else None
 
     @property
     def base_url(self) -> str:
@@ -85,7 +86,7 @@ def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
     model = vllm_command.check_model(settings.base_model)
     check_keys(settings.model_list, os.environ)
     memory = _planned_memory(settings)
-    starts_learner = settings.has_judge and settings.learner_process_settings().url is None
+    starts_learner = settings.has_judge and settings.learner.url is None
     settings, notes = _with_ports(memory.settings, starts_learner=starts_learner)
     notes += memory.notes
     if not vllm_command.is_folder(model):
@@ -105,7 +106,7 @@ def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
             notes.append(f"no judge is set for {listed(without)}: calls are recorded, nothing is trained")
     else:
         notes.append("no judge is set (trainer.judge): calls are recorded, nothing is trained")
-    learner_url = settings.learner_process_settings().url if settings.has_judge else None
+    learner_url = settings.learner.url if settings.has_judge else None
     return LaunchPlan(tuple(services), vllm, vllm_url, proxy_url, tuple(notes), settings, learner_url, token)
 
 
@@ -119,7 +120,7 @@ def plan_models_only(settings: Settings, *, config: Path) -> LaunchPlan:
 
 
 def _proxy_url(settings: Settings) -> str:
-    own = settings.proxy_settings()
+    own = settings.proxy
     return local_url(own.host, own.port, tls=own.tls_certificate is not None)
 
 
@@ -136,16 +137,28 @@ def _planned_memory(settings: Settings) -> memory_checks.PlannedMemory:
 
 def write_resolved_settings(settings: Settings, file: Path) -> None:
     """Write the settings for the services, without secrets: they get the store's password by variable."""
-    content = settings.model_dump(mode="json")
-    content["vllm"]["env"] = mask_variables(settings.vllm.env)
-    content["vllm"]["extra_args"] = list(mask_arguments(settings.vllm.extra_args))
-    if settings.agents:
-        del content["model"]
-    content["store"] = settings.store and mask_store_url(settings.store)
+    masked = {
+        "env": mask_variables(settings.vllm.env),
+        "extra_args": list(mask_arguments(settings.vllm.extra_args)),
+    }
+    content = {
+        **settings.given,
+        "base_model": settings.base_model,
+        "store": settings.store and mask_store_url(settings.store),
+        "vllm": {**settings.given_in("vllm"), **masked},
+    }
+    if not settings.agents:
+        content["model"] = settings.model
     temporary = file.with_suffix(".new")  # running services watch the file: it is replaced as a whole
     temporary.touch(mode=0o600)
-    temporary.write_text(yaml.safe_dump(content, sort_keys=False))
+    temporary.write_text(json.dumps(content, default=_plain, indent=1))
     temporary.replace(file)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _training_services(
@@ -159,7 +172,7 @@ def _training_services(
     own = {TOKEN_VARIABLE: token} if token else {}
     if not starts_learner:
         return [replace(_trainer_service(settings, config, {}), starts_after=("vllm",))]
-    learner = _learner_service(settings, settings.learner["url"], config, own)
+    learner = _learner_service(settings, settings.learner.url or "", config, own)
     if shared:
         learner = replace(learner, starts_after=("vllm",), stops_for="vllm")
     return [learner, replace(_trainer_service(settings, config, own), starts_after=("vllm", "learner"))]
@@ -171,7 +184,7 @@ def _with_ports(settings: Settings, *, starts_learner: bool, starts_vllm: bool =
     `learner.url` becomes that of the learner that `up` starts.
     """
     notes: list[str] = []
-    proxy = settings.proxy_settings()
+    proxy = settings.proxy
     proxy_port = ports.choose_port(
         "proxy", "proxy.port", proxy.host, proxy.port, fixed=settings.is_set("proxy", "port"), taken=set()
     )
@@ -180,11 +193,10 @@ def _with_ports(settings: Settings, *, starts_learner: bool, starts_vllm: bool =
         fixed = settings.is_set("vllm", "port")
         vllm_port = ports.choose_port("vllm", "vllm.port", vllm.host, vllm.port, fixed=fixed, taken={proxy_port})
     changes: dict[str, Any] = {
-        "vllm": vllm.model_copy(update={"port": vllm_port}),
+        "vllm": {"port": vllm_port},
         # vLLM stops after the proxy, so this limits how long stopping takes.
         "proxy": {
-            "workers": "auto",
-            **settings.proxy,
+            "workers": settings.given_in("proxy").get("workers", "auto"),
             "port": proxy_port,
             "drain_timeout_seconds": min(proxy.drain_timeout_seconds, _DRAIN_TIMEOUT),
             "drain_delay_seconds": 0.0,
@@ -192,19 +204,19 @@ def _with_ports(settings: Settings, *, starts_learner: bool, starts_vllm: bool =
     }
     chosen = [("proxy", proxy.port, proxy_port), ("vllm", vllm.port, vllm_port)]
     if starts_learner:
-        learner = settings.learner_process_settings()
+        learner = settings.learner
         fixed = settings.is_set("learner", "port")
         taken = {proxy_port, vllm_port}
         wanted = learner.port if fixed else 0  # nobody needs to know it
         port = ports.choose_port("learner", "learner.port", learner.host, wanted, fixed=fixed, taken=taken)
         chosen.append(("learner", wanted, port))
-        changes["learner"] = {**settings.learner, "port": port, "url": local_url(learner.host, port)}
+        changes["learner"] = {"port": port, "url": local_url(learner.host, port)}
     for name, wanted, got in chosen:
         if wanted not in (got, 0):
             owner = ports.port_holder(wanted)
             used = f"used by pid {owner.pid}" if owner else "in use"
             notes.append(f"{name}: port {wanted} is {used}; using {got}")
-    return settings.model_copy(update=changes), notes
+    return settings.changed(**changes), notes
 
 
 def _vllm_service(settings: Settings, vllm: vllm_command.VllmCommand, url: str) -> Service:
@@ -249,7 +261,7 @@ def learner_command(config: Path) -> tuple[str, ...]:
 
 def learner_environment(settings: Settings) -> dict[str, str]:
     """Return the environment of a learner, without its token."""
-    return _without_settings(os.environ) | pinned(settings.learner_devices)
+    return _without_settings(os.environ) | pinned(settings.learner.devices)
 
 
 def _trainer_service(settings: Settings, config: Path, token: Mapping[str, str]) -> Service:

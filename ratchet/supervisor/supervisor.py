@@ -197,7 +197,7 @@ class Supervisor:
 
         store = open_store(self.settings.store_url)
         try:
-            key_cache.check_host_has_keys(self.settings.proxy_settings(), store.keys.all())
+            key_cache.check_host_has_keys(self.settings.proxy, store.keys.all())
             if not self._models_only:
                 self._register_base(store)
             clear_service_alarms(store)

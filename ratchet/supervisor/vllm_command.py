@@ -155,8 +155,7 @@ def number_format(settings: Settings, gpu: bool) -> str:
     """
     if settings.vllm.dtype != "auto" or gpu:
         return settings.vllm.dtype
-    learner = str(settings.learner.get("dtype", "auto"))
-    return "float32" if learner == "auto" else learner
+    return "float32" if settings.learner.dtype == "auto" else settings.learner.dtype
 
 
 def _number_format_note(settings: Settings, gpu: bool) -> tuple[str, ...]:
@@ -196,8 +195,8 @@ def _arguments(settings: Settings, model: str, port: int, parsers: OutputParsers
 
 def servable_rank(settings: Settings) -> int:
     """Return the smallest rank that vLLM supports and that fits the learner's adapters, at least 16."""
-    wanted = int(settings.learner.get("lora_r", 16))
-    return next((rank for rank in SERVABLE_RANKS if rank >= max(wanted, 16)), MAX_SERVABLE_RANK)
+    wanted = max(settings.learner.lora_r, 16)
+    return next((rank for rank in SERVABLE_RANKS if rank >= wanted), MAX_SERVABLE_RANK)
 
 
 def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:

@@ -61,7 +61,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 @pytest.fixture
 def replicas(s3: S3Server, tmp_path: Path) -> Iterator[list[VllmServerProcess]]:
-    settings = Settings.model_validate(
+    settings = Settings.of(
         {
             "base_model": str(POLICY),
             "adapters": {"store": STORE},
@@ -85,7 +85,7 @@ def test_two_replicas_without_a_common_folder_serve_what_was_trained(
     s3: S3Server, replicas: list[VllmServerProcess], tmp_path: Path
 ) -> None:
     store = open_store(str(tmp_path / "store.db"))
-    store.policies.register_base("agent", served_name(Settings()))
+    store.policies.register_base("agent", served_name(Settings.of({})))
     versions = StoredVersions(store, AdapterStore(tmp_path / "trainer-cache"))
     first, second = replicas
     fleet = ReplicaFleet([first.url, second.url])
@@ -108,7 +108,7 @@ def test_two_replicas_without_a_common_folder_serve_what_was_trained(
     assert _caught_up(publisher, versions) == {first.url}
     assert set(store.policies.live()["agent"].replicas) == {first.url, second.url}
     one, other = (replica.next_logprobs("agent@1", PROBES[:4], 20) for replica in fleet)
-    base = fleet[0].next_logprobs(served_name(Settings()), PROBES[:4], 20)
+    base = fleet[0].next_logprobs(served_name(Settings.of({})), PROBES[:4], 20)
     assert _distance(one, other) < 1e-3 < _distance(one, base)
 
     damaged = versions.make()
@@ -135,7 +135,7 @@ def _distance(some: Sequence[dict[int, float]], others: Sequence[dict[int, float
 def _warm_up(server: VllmServerProcess) -> None:
     """Wait for the first answer, which is slow."""
     with contextlib.closing(VllmServer(server.url, timeout=240.0)) as replica:
-        replica.next_logprobs(served_name(Settings()), PROBES[:2], 5)
+        replica.next_logprobs(served_name(Settings.of({})), PROBES[:2], 5)
 
 
 def _caught_up(publisher: Publisher, versions: StoredVersions) -> set[str]:

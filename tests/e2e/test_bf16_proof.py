@@ -54,7 +54,7 @@ class Bf16Model:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bf16Model]:
     folder, work = model_folder(), tmp_path_factory.mktemp("work")
     settings = {"base_model": str(folder), "vllm": {"max_model_len": 256, "dtype": "bfloat16"}}
-    process = VllmServerProcess(Settings.model_validate(settings), work / "vllm.log")
+    process = VllmServerProcess(Settings.of(settings), work / "vllm.log")
     try:
         learner = Learner(str(folder), LearnerSettings(learning_rate=2e-5, dtype="float32"))
         rows = labelled_reviews(folder, learner)

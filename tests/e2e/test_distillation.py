@@ -56,7 +56,7 @@ def damage(folder: Path) -> None:
 def teacher(log: Path) -> Iterator[str]:
     """Serve the policy as it is by a plain vLLM; starts without waiting."""
     settings = {"base_model": str(POLICY), "model": "big", "vllm": {"max_model_len": 1024, "dtype": "float32"}}
-    server = VllmServerProcess(Settings.model_validate(settings), log, adapters=False)
+    server = VllmServerProcess(Settings.of(settings), log, adapters=False)
     try:
         yield server.url
     finally:

@@ -20,7 +20,7 @@ from tests.e2e.test_mixed_batches import POLICY, make_adapter
 from tests.harness.records import call_start, ended
 from tests.harness.vllm.engine import vllm
 
-BASE = served_name(Settings())
+BASE = served_name(Settings.of({}))
 PROMPTS = 24
 TOPICS = ("picnic", "budget", "workshop", "invoice", "parade", "server", "garden", "contract")
 

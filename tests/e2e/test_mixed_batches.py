@@ -15,7 +15,7 @@ from tests.harness.cli.project import ROOT
 from tests.harness.vllm.engine import vllm
 
 POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
-BASE = served_name(Settings())
+BASE = served_name(Settings.of({}))
 SLOTS = 2
 TEXT = "Where is the picnic?"
 

@@ -38,7 +38,7 @@ def test_vllms_logprobs_are_the_learners_over_the_tokens_that_are_left(tmp_path:
     from ratchet.trainer.learner import lora
 
     settings = {"base_model": str(POLICY), "model": "mail", "vllm": {"max_model_len": 256, "dtype": "float32"}}
-    server = VllmServerProcess(Settings.model_validate(settings), tmp_path / "vllm.log", adapters=False)
+    server = VllmServerProcess(Settings.of(settings), tmp_path / "vllm.log", adapters=False)
     try:
         server.wait()
         name = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]

@@ -41,7 +41,7 @@ def test_the_examples_are_all_here() -> None:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_an_example_has_settings_that_load_a_judge_that_imports_and_a_readme_that_names_them(name: str) -> None:
     settings = load(settings_file(name), environ={})
-    trainer = settings.trainer_settings()
+    trainer = settings.trainer
     assert make_judge(trainer.judge, {}).version
     assert settings.base_model is not None
     assert (started_in(name) / settings.base_model / "model.safetensors").is_file()
@@ -52,7 +52,7 @@ def test_an_example_has_settings_that_load_a_judge_that_imports_and_a_readme_tha
 
 @pytest.mark.parametrize("name", ["math", "planner"])
 def test_the_task_set_and_the_workflow_that_the_settings_name_are_there(name: str) -> None:
-    tuner = load(EXAMPLES / name / "ratchet.yaml", environ={}).tuner_settings()
+    tuner = load(EXAMPLES / name / "ratchet.yaml", environ={}).tuner
     assert tuner.tasks is not None
     tasks = TaskSet.open(EXAMPLES.parent / tuner.tasks)
     assert tasks.splits() == ("train", "test")

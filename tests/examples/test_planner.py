@@ -50,7 +50,7 @@ async def test_both_roles_are_in_one_trajectory_and_only_the_planners_tokens_are
     response = await solve(proxy)
     assert response == "The answer is 42"
     proxy.settled()
-    settings = load(FOLDER / "ratchet.yaml").trainer_settings()
+    settings = load(FOLDER / "ratchet.yaml").trainer
     resolver = RoleResolver(proxy.store, "agent", Roles(settings.roles, settings.role_patterns))
     recorded = proxy.store.trajectories.read("roll_1")
     named = resolver.with_roles(proxy.store.trajectories.context_calls(recorded))

@@ -13,7 +13,7 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from ratchet.proxy.coordinator.alarms.alarm_webhook import AlarmWebhook, message_of
-from ratchet.proxy.settings import ProxySettings
+from ratchet.proxy.settings import ProxySettings, secret_values
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.operation_records import Alarm
 from ratchet.store.store import Store
@@ -126,7 +126,7 @@ def test_a_message_cannot_mention_anybody() -> None:
 def test_a_webhook_that_is_no_url_is_refused_without_its_text(url: str) -> None:
     values = {"upstreams": ["http://vllm"], "model": "mail", "store": "x.db", "journal": "j"}
     with pytest.raises(ValidationError, match=r"RATCHET_ALARM_WEBHOOK_URL.*: set ") as refused:
-        ProxySettings.read({"RATCHET_ALARM_WEBHOOK_URL": url}, **values)
+        ProxySettings(**values, **secret_values({"RATCHET_ALARM_WEBHOOK_URL": url}, ()))
     assert "secret" not in str(refused.value)
 
 

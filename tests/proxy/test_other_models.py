@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.model_list import ModelEntry
-from ratchet.proxy.settings import ProxySettings
+from ratchet.proxy.settings import ProxySettings, secret_values
 from ratchet.store.records import Call
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -236,7 +236,8 @@ def test_errors_of_another_model_have_the_dialects_format(proxy: Proxy) -> None:
 
 def settings(*entries: Any, environ: dict[str, str] | None = None) -> ProxySettings:
     values: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": "-", "journal": "j"}
-    return ProxySettings.read(environ or {}, **values, model_list=entries)
+    models = tuple(map(ModelEntry.model_validate, entries))
+    return ProxySettings(**values, model_list=models, **secret_values(environ or {}, models))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_a_litellm_file_serves(tmp_path: Any) -> None:
         "model_list:\n- model_name: judge\n  litellm_params:\n    model: openai/gpt\n    api_key: os.environ/K\n"
         "  model_info: {input_cost_per_token: 0.0000004}\n"
     )
-    read = load(file, environ={}).proxy_settings({"K": KEY})
+    read = load(file, environ={"K": KEY}).proxy
     assert read.model_list[0].litellm_params.base == "https://api.openai.com/v1"
     assert read.model_keys["K"].get_secret_value() == KEY
     file.write_text(file.read_text().replace("os.environ/K", KEY))

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ratchet.proxy.api_keys import hash_key
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.server import serve
-from ratchet.proxy.settings import ProxySettings, usable_cores, workers_for
+from ratchet.proxy.settings import ProxySettings, secret_values, usable_cores, workers_for
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ROOT
@@ -60,10 +60,10 @@ def test_automatic_workers_leave_most_cores_to_the_other_services() -> None:
 
 
 def test_keys_come_from_the_environment_and_are_kept_as_hashes() -> None:
-    settings = ProxySettings.read({"RATCHET_API_KEYS": "sesame, two"}, **VALUES, host="0.0.0.0")
+    settings = ProxySettings(**VALUES, host="0.0.0.0", **secret_values({"RATCHET_API_KEYS": "sesame, two"}, ()))
     assert settings.key_hashes == {hash_key(b"sesame"), hash_key(b"two")}
     assert "sesame" not in repr(settings)
-    assert ProxySettings.read({"RATCHET_OPERATOR_KEYS": "boss"}, **VALUES).operator_hashes == {hash_key(b"boss")}
+    assert secret_values({"RATCHET_OPERATOR_KEYS": "boss"}, ())["operator_hashes"] == {hash_key(b"boss")}
 
 
 def test_unknown_keys_get_401_and_known_ones_an_answer(start: Start) -> None:

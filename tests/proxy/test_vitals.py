@@ -47,7 +47,7 @@ def on_listening(url):
     print(url, flush=True)
 
 logs.configure_logging("text")
-sys.exit(serve(ProxySettings.read({}, **json.loads(sys.argv[1])), on_listening))
+sys.exit(serve(ProxySettings(**json.loads(sys.argv[1])), on_listening))
 """
 
 

@@ -15,7 +15,7 @@ from tests.ratchet.test_cpu_plugin import POLICY
 
 def project(agents: int = 1, **values: Any) -> Settings:
     entries = {f"agent{n}": {"judge": "a:b"} for n in range(agents)} if agents > 1 else {}
-    return Settings.model_validate({"base_model": str(POLICY), "agents": entries, **values})
+    return Settings.of({"base_model": str(POLICY), "agents": entries, **values})
 
 
 def argument(settings: Settings, name: str) -> str:
@@ -68,6 +68,6 @@ def test_vllm_gets_the_plug_in_only_for_object_storage() -> None:
     [("s3://", "names no bucket"), ("s3://key:secret@bucket/x", "credentials: give them by")],
 )
 def test_a_store_that_cannot_be_meant_is_refused(store: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words) as refusal:
+    with pytest.raises(SettingsError, match=words) as refusal:
         project(adapters={"store": store})
     assert "secret" not in str(refusal.value)

@@ -35,7 +35,7 @@ def read(tmp_path: Path, text: str, model: str | None = None, **environ: str) ->
 def test_an_agent_has_its_own_keys_and_the_shared_ones(tmp_path: Path) -> None:
     settings = read(tmp_path, TWO)
     assert list(settings.agents_by_name) == ["mail", "Support-Bot"]
-    mail, bot = (settings.for_agent(name).trainer_settings() for name in settings.agents)
+    mail, bot = (settings.for_agent(name).trainer for name in settings.agents)
     assert (mail.model, mail.judge, mail.roles, mail.share) == (
         "mail",
         FunctionSpec(function="mail:judge"),
@@ -52,15 +52,15 @@ def test_an_agent_has_its_own_keys_and_the_shared_ones(tmp_path: Path) -> None:
 
 def test_a_section_of_an_agent_is_merged_with_the_shared_one(tmp_path: Path) -> None:
     text = "trainer: {resample: {samples: 3, concurrency: 7}}\nagents: {mail: {resample: {samples: 5}}}"
-    mail = read(tmp_path, text).for_agent("mail").trainer_settings(base_model="m", judge="a:b")
+    mail = read(tmp_path, text).for_agent("mail").trainer
     assert (mail.resample.samples, mail.resample.concurrency) == (5, 7)
 
 
 def test_without_agents_the_model_is_the_one_agent(tmp_path: Path) -> None:
     settings = read(tmp_path, "model: mail\ntrainer: {judge: a:b}")
-    assert settings.agents_by_name == {"mail": settings}
+    assert settings.agents_by_name == {"mail": settings.trainer}
     assert settings.for_agent("mail") is settings
-    assert settings.proxy_settings({}).model == "mail"
+    assert settings.proxy.agents == ("mail",)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_wrong_entry_names_its_place_and_the_remedy(tmp_path: Path, text: str,
 def test_the_option_model_chooses_an_agent(tmp_path: Path) -> None:
     settings = read(tmp_path, TWO, model="mail")
     assert (settings.model, settings.agents) == ("mail", {})
-    assert settings.trainer_settings().roles == ("writer",)
+    assert settings.trainer.roles == ("writer",)
     for wrong, message in (("MAIL", "did you mean mail?"), ("x", "the agents are mail, Support-Bot")):
         with pytest.raises(SettingsError, match=f"there is no agent '{wrong}'; .*{message}".replace("?", r"\?")):
             read(tmp_path, TWO, model=wrong)
@@ -116,23 +116,23 @@ def test_the_option_model_chooses_an_agent(tmp_path: Path) -> None:
 
 def test_limits_of_other_agents_do_not_concern_a_chosen_one(tmp_path: Path) -> None:
     text = TWO + "proxy: {agent_limits: {Support-Bot: {requests_per_minute: 3}}}"
-    assert read(tmp_path, text).proxy_settings({}).agent_limits.keys() == {"Support-Bot"}
-    assert read(tmp_path, text, model="mail").proxy_settings({}).agent_limits == {}
+    assert read(tmp_path, text).proxy.agent_limits.keys() == {"Support-Bot"}
+    assert read(tmp_path, text, model="mail").proxy.agent_limits == {}
     big = "\nmodel_list: [{model_name: big, litellm_params: {model: hosted_vllm/b, api_base: 'http://b/v1'}}]\n"
     text = TWO + big + "proxy: {fallbacks: {outage: {Support-Bot: [big], mail: [big]}}}"
-    assert read(tmp_path, text).proxy_settings({}).fallbacks.outage.keys() == {"Support-Bot", "mail"}
-    assert read(tmp_path, text, model="mail").proxy_settings({}).fallbacks.outage == {"mail": ("big",)}
+    assert read(tmp_path, text).proxy.fallbacks.outage.keys() == {"Support-Bot", "mail"}
+    assert read(tmp_path, text, model="mail").proxy.fallbacks.outage == {"mail": ("big",)}
 
 
 def test_variables_set_keys_of_agents_that_are_there(tmp_path: Path) -> None:
     settings = read(
         tmp_path, TWO, RATCHET_AGENTS__SUPPORT_BOT__JUDGE="of.a.variable:judge", RATCHET_AGENTS__MAIL__SHARE="3"
     )
-    assert settings.for_agent("Support-Bot").trainer["judge"] == "of.a.variable:judge"
-    assert settings.for_agent("mail").trainer_settings().share == 3
+    assert settings.agents["Support-Bot"].judge == FunctionSpec(function="of.a.variable:judge")
+    assert settings.for_agent("mail").trainer.share == 3
     whole = {"RATCHET_AGENTS": "{mail: {judge: a:b}, support: }", "RATCHET_AGENTS__SUPPORT__SHARE": "2"}
     settings = read(tmp_path, "", **whole)
-    assert settings.agents == {"mail": {"judge": "a:b"}, "support": {"share": 2}}
+    assert settings.given["agents"] == {"mail": {"judge": "a:b"}, "support": {"share": 2}}
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_the_agents_of_the_last_run_are_found_without_their_file(tmp_path: Path)
     write_resolved_settings(running, running.state.resolved)
     assert load(running.state.resolved, environ={}).agents == running.agents
     elsewhere = with_last_run(read(tmp_path, ""))
-    assert elsewhere.agents == running.agents
+    assert elsewhere.given["agents"] == running.given["agents"]
     chosen = with_last_run(read(tmp_path, "", model="mail"), {"model"})
-    assert (chosen.model, chosen.trainer["judge"]) == ("mail", "mail:judge")
+    assert (chosen.model, chosen.trainer.judge) == ("mail", FunctionSpec(function="mail:judge"))
     with pytest.raises(SettingsError, match="did you mean mail"):
         with_last_run(read(tmp_path, "", model="Mail"), {"model"})
     edited = with_last_run(read(tmp_path, "agents: {mail: {judge: new:judge}, later: }"))
     assert list(edited.agents) == ["mail", "Support-Bot"]
-    assert edited.agents["mail"] == {"judge": "new:judge"}
+    assert edited.given["agents"]["mail"] == {"judge": "new:judge"}
 
 
 def test_a_last_run_of_one_agent_is_that_agents(tmp_path: Path) -> None:

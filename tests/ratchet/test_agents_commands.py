@@ -78,7 +78,7 @@ def test_a_command_without_its_agent_says_which_there_are(
 
 def test_the_judge_of_an_option_is_stronger_than_an_agents(agents: Project) -> None:
     options = {("trainer", "judge"): ("--judge", "other:judge"), ("model",): ("--model", "mail")}
-    assert load(agents.folder / "ratchet.yaml", options, {}).trainer["judge"] == "other:judge"
+    assert load(agents.folder / "ratchet.yaml", options, {}).given["trainer"]["judge"] == "other:judge"
 
 
 def test_vllm_serves_the_base_under_a_name_that_no_agent_changes(agents: Project) -> None:

@@ -58,7 +58,7 @@ def test_agents_that_join_change_and_leave_are_applied(file: Path) -> None:
         watched.look()
         watched.look()
     assert [list(settings.agents) for settings in seen] == [["mail", "support"], ["mail", "support"], ["mail"]]
-    assert seen[1].for_agent("support").trainer["judge"] == "e:f"
+    assert seen[1].given["agents"]["support"]["judge"] == "e:f"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_keys_that_need_a_restart_are_named_and_not_applied(file: Path, caplog: 
     assert "keys=trainer.groups_per_round,vllm.max_loras" in caplog.text
     (applied,) = seen
     assert list(applied.agents) == ["mail", "support"]
-    assert (applied.vllm.max_loras, applied.for_agent("support").trainer) == (None, {"judge": "c:d"})
+    assert (applied.vllm.max_loras, applied.given["agents"]["support"]) == (None, {"judge": "c:d"})
 
 
 def test_the_thread_follows_the_file(file: Path) -> None:
@@ -130,7 +130,7 @@ def test_reload_lets_an_agent_join_and_leave_a_project_that_is_up(project: Proje
     assert reloaded.returncode == 0, reloaded.stdout
     assert "agents: joined support" in reloaded.stdout
     assert "(`ratchet down`, `ratchet up`): max_restarts" in reloaded.stdout
-    assert list(load(project.state / "run" / "settings.yaml", environ={}).agents) == ["mail", "support"]
+    assert list(load(project.state / "run" / "settings.json", environ={}).agents) == ["mail", "support"]
     store = open_store(f"sqlite:///{project.state / 'store.db'}", create=False)
     assert store.base_models.base_model_of("support") is not None
     store.close()
@@ -138,7 +138,7 @@ def test_reload_lets_an_agent_join_and_leave_a_project_that_is_up(project: Proje
     project.write(agents={"mail": {}, "bad": {"judge": "nowhere:judge"}})
     broken = project.call("reload")
     assert "agents.bad.judge" in broken.stdout
-    assert list(load(project.state / "run" / "settings.yaml", environ={}).agents) == ["mail", "support"]
+    assert list(load(project.state / "run" / "settings.json", environ={}).agents) == ["mail", "support"]
     project.write(agents={"mail": {}, "graded": {"judge": JUDGE}})
     late = project.call("reload").stdout
     assert "joined graded; left support" in late

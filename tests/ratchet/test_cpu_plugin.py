@@ -58,7 +58,7 @@ print(json.dumps({"far": far, "lone": [out.flatten().tolist(), other.flatten().t
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """What the program prints with the plug-in on its path, as `up` starts vLLM."""
-    engine = build_command(Settings.model_validate({"base_model": str(POLICY)}), 8001, gpu=False)
+    engine = build_command(Settings.of({"base_model": str(POLICY)}), 8001, gpu=False)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=os.environ | dict(engine.environment),
@@ -89,7 +89,7 @@ def test_rows_of_prompt_logprobs_without_a_slot_are_left_as_they_are(seen: dict[
 
 
 def test_on_a_gpu_vllm_is_left_as_it_is() -> None:
-    engine = build_command(Settings.model_validate({"base_model": str(POLICY)}), 8001, gpu=True)
+    engine = build_command(Settings.of({"base_model": str(POLICY)}), 8001, gpu=True)
     assert "PYTHONPATH" not in engine.environment
 
 

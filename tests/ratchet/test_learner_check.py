@@ -53,7 +53,7 @@ def engine() -> Iterator[ScriptedEngine]:
 
 
 def findings(settings: Settings, url: str) -> dict[str, CheckResult]:
-    elsewhere = settings.model_copy(update={"learner": {"url": url}})
+    elsewhere = settings.changed(learner={"url": url})
     return {found.name: found for found in check_learner(elsewhere, {}, ())}
 
 
@@ -91,7 +91,7 @@ def test_a_learner_that_does_not_answer_fails_the_check_with_its_log(settings: S
 def test_the_adapter_of_the_running_learner_is_served_compared_and_removed(
     learner: LearnerConnection, settings: Settings, engine: ScriptedEngine
 ) -> None:
-    own = settings.trainer_settings()
+    own = settings.trainer
     with running_learner(learner.url, TOKEN, own) as checked:
         _train(checked.learner, (1, 2, 3))
         found = check_swap(engine.url, "base", checked, PROBES, 0.1)

@@ -92,7 +92,7 @@ def test_up_splits_one_gpu_without_settings(
 
 def test_a_learner_beside_vllm_on_one_gpu_is_limited_to_what_vllm_leaves(machine: Machine, plan: Plan) -> None:
     def learners_share(found: services.LaunchPlan) -> float | None:
-        return found.settings.learner_process_settings().gpu_memory_utilization
+        return found.settings.learner.gpu_memory_utilization
 
     machine(GPU_80)
     found = plan(SEVEN_B)
@@ -152,7 +152,7 @@ def test_vllm_and_learner_get_gpus_of_their_own_where_there_are_enough(
 ) -> None:
     machine(GPU_48, gpus=gpus)
     found = plan(HALF_B, vllm=vllm, learner=learner)
-    assert (found.settings.vllm.devices, found.settings.learner_devices) == expected
+    assert (found.settings.vllm.devices, found.settings.learner.devices) == expected
     environments = {service.name: service.environment.get("CUDA_VISIBLE_DEVICES") for service in found.services}
     assert environments["vllm"] == expected[0]
     assert environments.get("learner") == expected[1]

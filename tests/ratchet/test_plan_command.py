@@ -37,7 +37,7 @@ def test_the_printed_settings_are_a_valid_ratchet_yaml(project: Project, model: 
     settings = load(file, environ={})
     assert settings.base_model == model
     assert settings.vllm.max_model_len == 8192
-    assert settings.trainer_settings(judge="tests.harness.tuner.judges:exact").learner.max_length == 8192
+    assert settings.trainer.learner.max_length == 8192
 
 
 def test_the_plan_as_json_has_every_figure(project: Project, model: str) -> None:

@@ -16,7 +16,7 @@ from tests.harness.proxy.servers import eventually, served
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.proxy.test_keys import made
 
-SETTINGS = Settings.model_validate({"trainer": {"resample": {"samples": 2}}})
+SETTINGS = Settings.of({"trainer": {"resample": {"samples": 2}}})
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_each_obstacle_to_resampling_is_reported_with_its_remedy(
     tmp_path: Path, store_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert is_resampling_enabled(SETTINGS)
-    assert not is_resampling_enabled(Settings())
+    assert not is_resampling_enabled(Settings.of({}))
     assert "ratchet up" in check_resampling(SETTINGS, {}).remedy
     store, engine = open_store(str(store_file)), ScriptedEngine(lambda name, ids: 0.0)
     with served(ScriptedVllm()) as url, running(url, store, tmp_path) as proxy:

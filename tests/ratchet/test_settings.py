@@ -32,7 +32,7 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
     file.write_text("project: mail\nproxy: {port: 9000, host: 127.0.0.2}\nvllm: {max_loras: 6}")
     options = {("proxy", "port"): ("--port", 9200), ("model",): ("--model", None)}
     settings = load(file, options, {"RATCHET_PROXY__PORT": "9100", "RATCHET_VLLM__MAX_LORAS": "8"})
-    proxy = settings.proxy_settings({})
+    proxy = settings.proxy
     assert (proxy.port, proxy.host, settings.vllm.max_loras) == (9200, "127.0.0.2", 8)
     assert (settings.project, settings.model, proxy.capture) == ("mail", "policy", "strict")
     assert settings.is_set("proxy", "port")
@@ -159,7 +159,7 @@ def test_what_kubernetes_says_of_a_service_of_our_name_is_no_setting(tmp_path: P
         "RATCHET_PORT_8000_TCP_ADDR": "10.0.0.7",
         "RATCHET_PORT_8000_TCP": "tcp://10.0.0.7:8000",
     }
-    assert read(tmp_path, "", **links).proxy_settings({}).port == 8000
+    assert read(tmp_path, "", **links).proxy.port == 8000
     with pytest.raises(SettingsError, match="unknown key proxy_port"):
         read(tmp_path, "", RATCHET_PROXY_PORT="9000")
 
@@ -179,7 +179,7 @@ def test_a_path_by_variable_is_taken_as_it_is(tmp_path: Path, text: str) -> None
     tls = {"RATCHET_PROXY__TLS_CERTIFICATE": text, "RATCHET_PROXY__TLS_KEY": text}
     settings = read(tmp_path, "", RATCHET_STORE=text, RATCHET_STATE_DIR=text, **tls)
     assert (settings.store, settings.state_dir) == (text, Path(text))
-    assert settings.proxy_settings({}).tls_key == Path(text)
+    assert settings.proxy.tls_key == Path(text)
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_an_empty_variable_or_null_is_no_text(tmp_path: Path, text: str) -> None
 
 def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:
     settings = read(tmp_path, "trainer: {judge: a.b:c}\nlearner: {lora_r: 4, learning_rate: 1e-3, devices: [0, 1]}")
-    trainer = settings.trainer_settings(base_model="m")
+    trainer = settings.trainer
     assert (trainer.learner_process.lora_r, trainer.learner.learning_rate) == (4, 1e-3)
     assert trainer.learner_process.devices == "0,1"
     assert trainer.judge == FunctionSpec(function="a.b:c")
@@ -214,13 +214,13 @@ def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:
 
 def test_port_zero_means_any_free_port(tmp_path: Path) -> None:
     settings = read(tmp_path, "vllm: {port: 0}\nproxy: {port: 0}")
-    assert (settings.vllm.port, settings.proxy_settings({}).port) == (0, 0)
+    assert (settings.vllm.port, settings.proxy.port) == (0, 0)
 
 
 def test_an_ipv6_address_is_bracketed_wherever_it_stands_in_a_url(tmp_path: Path) -> None:
     settings = read(tmp_path, "vllm: {host: '::1'}")
-    assert settings.proxy_settings({}).upstreams == ("http://[::1]:8001",)
-    assert settings.trainer_settings(base_model="m", judge="a:b").vllm == ("http://[::1]:8001",)
+    assert settings.proxy.upstreams == ("http://[::1]:8001",)
+    assert settings.trainer.vllm == ("http://[::1]:8001",)
     assert local_url("::", 80) == "http://[::1]:80"
     assert local_url("0.0.0.0", 80) == "http://127.0.0.1:80"
 
@@ -237,8 +237,8 @@ def test_the_gates_task_set_may_be_an_imported_one(tmp_path: Path) -> None:
     file, rows = tmp_path / "ratchet.yaml", tmp_path / "test.jsonl"
     file.write_text("base_model: tiny\ntrainer: {judge: 'a:b', release: {workflow: 'a:b', tasks: mail}}")
     settings = load(file, {("state_dir",): ("", str(tmp_path))}, {})
-    assert settings.trainer_settings().release.tasks == "mail"  # of the hub, as long as none of that name is imported
+    assert settings.trainer.release.tasks == "mail"  # of the hub, as long as none of that name is imported
     rows.write_text('{"question": "who?"}\n')
     ImportedTasks(settings.state.tasks).add(TaskSet.of_files("mail", {"test": rows}), "mail")
-    named = settings.trainer_settings().release.tasks
+    named = load(file, {("state_dir",): ("", str(tmp_path))}, {}).trainer.release.tasks
     assert [task.row for task in TaskSet.open(named or "").rows("test")] == [{"question": "who?"}]

@@ -21,7 +21,7 @@ def entry(url: str = "http://10.0.0.5:8001", name: str = "teacher", **more: Any)
 
 
 def project(tmp_path: Path, *models: dict[str, Any], **judge: Any) -> Settings:
-    return Settings.model_validate(
+    return Settings.of(
         {
             "state_dir": tmp_path,
             "base_model": "tiny",
@@ -34,7 +34,7 @@ def project(tmp_path: Path, *models: dict[str, Any], **judge: Any) -> Settings:
 
 def test_the_teacher_is_looked_up_in_model_list_with_its_key_and_price(tmp_path: Path) -> None:
     listed = entry(api_key="os.environ/TEACHER_KEY", input_cost_per_token=2e-6)
-    judge = project(tmp_path, listed, concurrency=3).trainer_settings().judge
+    judge = project(tmp_path, listed, concurrency=3).trainer.judge
     assert judge == TeacherSpec(
         kind="teacher", model=NAME, base_url="http://10.0.0.5:8001/v1", api_key_env="TEACHER_KEY",
         input_cost_per_million=2.0, concurrency=3,
@@ -42,18 +42,18 @@ def test_the_teacher_is_looked_up_in_model_list_with_its_key_and_price(tmp_path:
 
 
 def test_a_teacher_with_an_address_needs_no_model_list(tmp_path: Path) -> None:
-    judge = project(tmp_path, base_url="http://t:1", api_key_env="K").trainer_settings().judge
+    judge = project(tmp_path, base_url="http://t:1", api_key_env="K").trainer.judge
     assert isinstance(judge, TeacherSpec)
     assert (judge.model, judge.base_url) == ("teacher", "http://t:1")
 
 
 def test_an_agent_may_have_a_teacher_of_its_own(tmp_path: Path) -> None:
     own = {"judge": {"kind": "teacher", "model": "teacher"}, "learner": {"loss_type": "distillation"}}
-    settings = Settings.model_validate(
+    settings = Settings.of(
         {"state_dir": tmp_path, "base_model": "t", "model_list": [entry()], "agents": {"mail": own, "chat": {}},
          "trainer": {"judge": "a:b"}}
     )  # fmt: skip
-    kinds = {name: agent.trainer_settings().judge.kind for name, agent in settings.agents_by_name.items()}
+    kinds = {name: agent.judge.kind for name, agent in settings.agents_by_name.items()}
     assert kinds == {"mail": "teacher", "chat": "function"}
 
 
@@ -70,7 +70,7 @@ def test_a_teacher_that_is_not_one_model_of_the_list_is_refused(
     models: list[dict[str, Any]], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SettingsError, match=reason):
-        project(tmp_path, *models).trainer_settings()
+        project(tmp_path, *models)
 
 
 def test_a_model_judge_without_a_model_names_model_list_which_needs_no_address(tmp_path: Path) -> None:
@@ -78,15 +78,13 @@ def test_a_model_judge_without_a_model_names_model_list_which_needs_no_address(t
     content = {"state_dir": tmp_path, "base_model": "t", "model_list": [entry()], "trainer": {"judge": judge}}
     reason = r"trainer\.judge\.model: field required: name a model of model_list \(it has teacher\)"
     with pytest.raises(SettingsError, match=reason):
-        Settings.model_validate(content).trainer_settings()
+        Settings.of(content)
 
 
 def test_distillation_without_a_teacher_is_refused(tmp_path: Path) -> None:
     alone = {"state_dir": tmp_path, "base_model": "tiny", "learner": {"loss_type": "distillation"}}
-    settings = Settings.model_validate(alone | {"trainer": {"judge": "a:b"}})
-    assert not has_teacher(settings)
     with pytest.raises(SettingsError, match=r"set trainer\.judge to \{kind: teacher, model: NAME\}"):
-        settings.trainer_settings()
+        Settings.of(alone | {"trainer": {"judge": "a:b"}})
 
 
 @pytest.fixture
@@ -118,14 +116,13 @@ def test_the_doctor_checks_the_teacher(servers: tuple[ScriptedTeacher, ScriptedE
 
 def test_a_second_judge_is_looked_up_in_model_list_too(tmp_path: Path) -> None:
     second = {"second_judge": {"kind": "ruler", "model": "teacher"}}
-    settings = Settings.model_validate(
+    settings = Settings.of(
         {"state_dir": tmp_path, "base_model": "t", "model_list": [entry()],
          "trainer": {"judge": "a:b", "sentinel": second, "release": second}}
     )  # fmt: skip
-    trainer = settings.trainer_settings()
+    trainer = settings.trainer
     for found in (trainer.sentinel.second_judge, trainer.release.second_judge):
         assert isinstance(found, RulerSpec)
         assert (found.model, found.base_url) == (NAME, "http://10.0.0.5:8001/v1")
-    unknown = settings.model_copy(update={"model_list": ()})
     with pytest.raises(SettingsError, match=r"trainer\.sentinel\.second_judge\.model: the model 'teacher' is not in"):
-        unknown.trainer_settings()
+        settings.changed(model_list=())

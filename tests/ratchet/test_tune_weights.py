@@ -136,16 +136,16 @@ def test_each_family_has_its_own_agent_and_its_own_judge(tuned: Project) -> None
 
 
 def test_the_judge_that_a_project_was_started_with_judges_where_no_other_is_named(project: Project) -> None:
-    file = project.state / "run" / "settings.yaml"
+    file = project.state / "run" / "settings.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"trainer": {"judge": JUDGE, "num_generations": 4}}))
     options: dict[tuple[str, ...], tuple[str, str]] = {
         ("state_dir",): ("--state-dir", str(project.folder / ".ratchet"))
     }
     settings = load(project.folder / "ratchet.yaml", options, {})
-    assert with_last_run(settings).trainer == {"judge": JUDGE}
-    own = settings.model_copy(update={"trainer": {"judge": "mine:judge"}})
-    assert with_last_run(own).trainer == {"judge": "mine:judge"}
+    assert with_last_run(settings).given["trainer"] == {"judge": JUDGE}
+    own = settings.changed(trainer={"judge": "mine:judge"})
+    assert with_last_run(own).given["trainer"] == {"judge": "mine:judge"}
 
 
 @pytest.mark.slow

@@ -240,7 +240,7 @@ def test_later_commands_use_the_settings_of_the_last_up(project: Project) -> Non
 def test_a_store_password_is_not_saved_and_must_be_given_again(project: Project) -> None:
     run = project.state / "run"
     run.mkdir(parents=True)
-    (run / "settings.yaml").write_text("store: postgresql://u:***@db/prod\nmodel: mail\n")
+    (run / "settings.json").write_text('{"store": "postgresql://u:***@db/prod", "model": "mail"}')
     status = project.run("status")
     assert status.returncode == 1
     assert "postgresql://u:***@db/prod, and its password is never saved" in status.stdout

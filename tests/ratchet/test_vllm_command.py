@@ -28,8 +28,8 @@ def test_strict_tools_are_off_by_default_and_the_proxy_knows_the_level(project: 
         chosen = settings(model, **own)
         environment = vllm_command.build_command(chosen, 8235, gpu=False).environment
         assert environment["VLLM_ENFORCE_STRICT_TOOL_CALLING"] == variable
-        assert chosen.proxy_settings({}).tool_strict_level == level
-    elsewhere = settings(model).proxy_settings({}, upstreams=("http://127.0.0.1:1",))
+        assert chosen.proxy.tool_strict_level == level
+    elsewhere = settings(model).proxy_before(("http://127.0.0.1:1",))
     assert elsewhere.tool_strict_level == "auto", "a server that is not ours is taken to have vLLM's own default"
     with pytest.raises(SettingsError, match=r"use vllm\.enforce_strict_tool_calling"):
         settings(model, env={"VLLM_ENFORCE_STRICT_TOOL_CALLING": "1"})
@@ -59,7 +59,7 @@ def test_without_a_gpu_both_sides_use_one_number_format_and_a_line_says_which(pr
     def planned(gpu: bool, **more: Any) -> tuple[str, tuple[str, ...]]:
         (project.folder / "model" / "chat_template.jinja").write_text("{{ tools }}<tool_call>")
         learner = more.pop("learner", {})
-        own = settings(str(project.folder / "model"), **more).model_copy(update={"learner": learner})
+        own = settings(str(project.folder / "model"), **more).changed(learner=learner)
         plan = vllm_command.build_command(own, 8235, gpu=gpu)
         return plan.arguments[plan.arguments.index("--dtype") + 1], plan.notes
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from ratchet.trainer.controller.judges.kinds.answer import AnswerJudge
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.errors import JudgeError, SettingError
+from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import AnswerSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
@@ -95,7 +95,7 @@ def test_settings_that_train_nothing_are_refused_with_reason_and_remedy(
 
 
 def test_a_learning_rate_of_zero_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"learning_rate is 0\.0; it must be auto, or a number above 0"):
+    with pytest.raises(ValidationError, match=r"learning_rate is 0\.0; it must be auto, or a number above 0"):
         settings(learner={"learning_rate": 0})
 
 

@@ -65,7 +65,7 @@ def _recipe(name: str) -> str:
 
 
 def _process(environ: Mapping[str, str]) -> LearnerProcessSettings:
-    return load(environ={k: v for k, v in environ.items() if k.startswith("RATCHET_")}).learner_process_settings()
+    return load(environ={k: v for k, v in environ.items() if k.startswith("RATCHET_")}).learner
 
 
 def test_the_recipe_for_slurm_starts_the_learner_once_on_each_machine(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ def test_weights_are_read_straight_onto_the_device(tiny_model: Path) -> None:
 def test_a_learner_sees_what_is_served_unless_its_own_format_is_set(
     vllm: dict[str, str], learner: dict[str, str], found: str
 ) -> None:
-    settings = Settings.model_validate({"vllm": vllm, "learner": learner})
-    assert settings.learner_process_settings().dtype == found
+    settings = Settings.of({"vllm": vllm, "learner": learner})
+    assert settings.learner.dtype == found
 
 
 def in_both_formats(model: Path, rate: float, steps: int) -> Iterator[tuple[RoundReport, float, float]]:

@@ -18,6 +18,7 @@ from ratchet.trainer.settings.judge_specs import (
     ByFamilySpec,
     CompositeSpec,
     FeedbackSpec,
+    FunctionSpec,
     JudgeSpec,
     PluginSpec,
     TeacherSpec,
@@ -33,6 +34,7 @@ from ratchet.trainer.settings.trainer_sections import (
 )
 from ratchet.trainer.user_code import MONITORS, missing_plugin_remedy, plugin_names
 
+NO_JUDGE = "unset:unset"  # in place of a judge while none is set
 MAX_SCORES_PER_FAMILY = 512  # newest scores that a baseline uses
 _MIN_NORM = 1e-6  # a smaller gradient is lost in AdamW's epsilon of 1e-8
 _MIN_RATE = 1e-9  # a smaller step does not change an fp32 weight of 0.01
@@ -50,18 +52,19 @@ def _installed_monitor(name: str) -> str:
 
 
 class TrainerSettings(Section):
-    """The settings of one trainer. Settings that cannot train anything are refused with the reason."""
+    """The settings of one trainer. Settings that cannot train anything are refused with the reason.
 
-    store: str = Field(description="URL or SQLite path of the store")
-    model: str = Field(description="alias that agents request; versions are alias@1, alias@2, ...")
-    base_model: str = Field(description="folder or hub name of the base model that vLLM serves")
+    No user sets the fields with `exclude`: they follow from the project's other settings.
+    """
+
+    store: str = Field(exclude=True, description="URL or SQLite path of the store")
+    model: str = Field(exclude=True, description="alias that agents request; versions are alias@1, alias@2, ...")
+    base_model: str = Field(exclude=True, description="folder or hub name of the base model that vLLM serves")
     vllm: tuple[str, ...] = Field(
-        min_length=1, repr=False, description="the vLLM replicas: URLs without /v1, or lists of them"
+        min_length=1, repr=False, exclude=True, description="the vLLM replicas: URLs without /v1, or lists of them"
     )
-    checkpoints: Path = Field(description="folder for the checkpoints, one per version; vLLM must be able to read it")
-    adapters: AdapterSettings = Field(
-        default_factory=AdapterSettings, description="another place for the checkpoints, such as object storage"
-    )
+    checkpoints: Path = Field(exclude=True, description="folder of the versions, which vLLM can read")
+    adapters: AdapterSettings = Field(default_factory=AdapterSettings, exclude=True)
     judge: JudgeSpec = Field(description="the judge: module:function, or a mapping with `kind` (docs/judges.md)")
     share: float = Field(1.0, gt=0, description="share of the learner's time, relative to the other agents' shares")
     judge_attempts: int = Field(
@@ -167,10 +170,8 @@ class TrainerSettings(Section):
     release: ReleaseSettings = Field(
         default_factory=ReleaseSettings, description="how proven versions become live, and how they are taken back"
     )
-    learner: LearnerSettings = Field(default_factory=LearnerSettings, description="how the adapter is trained")
-    learner_process: LearnerProcessSettings = Field(
-        default_factory=LearnerProcessSettings, description="what the learner of the base model is started with"
-    )
+    learner: LearnerSettings = Field(default_factory=LearnerSettings, exclude=True)
+    learner_process: LearnerProcessSettings = Field(default_factory=LearnerProcessSettings, exclude=True)
 
     @field_validator("advantage_estimator")
     @classmethod
@@ -204,6 +205,11 @@ class TrainerSettings(Section):
     @classmethod
     def _replicas(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(check_entry, entries))
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether a judge is set."""
+        return self.judge != FunctionSpec(function=NO_JUDGE)
 
     @property
     def versions(self) -> str:

@@ -114,7 +114,7 @@ def test_code_for_agentscopes_tuner_trains_with_its_own_configurations(tuned: Pr
     )
     assert list((tuned.state / "run").glob("*.pid")) == []
     assert [one["round"] for one in run.curve()] == [0, 1]
-    used = yaml.safe_load((tuned.state / "run" / "settings.yaml").read_text())
+    used = yaml.safe_load((tuned.state / "run" / "settings.json").read_text())
     assert used["base_model"] == model
     assert used["vllm"]["max_model_len"] == 256
     assert used["vllm"]["command"] == engine["command"]  # of ratchet.yaml: the call says nothing about it

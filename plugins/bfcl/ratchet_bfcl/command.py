@@ -133,7 +133,7 @@ def _evaluate(
                 report_progress("versions evaluated", 1, len(versions))
         ranked = ranking(answers)
         wall = time.monotonic() - began
-        prices = prices_of((entry.model_dump() for entry in settings.model_list), settings.tuner_settings().prices)
+        prices = prices_of((entry.model_dump() for entry in settings.model_list), settings.tuner.prices)
         found = result(settings.model, request, answers, found=ranked, wall_seconds=wall, prices=prices)
         store.tunings.end(tuning.id, "done", plain(found))
     return found, ranked

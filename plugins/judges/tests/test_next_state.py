@@ -87,7 +87,7 @@ def test_it_counts_as_a_judge_with_noise_whose_model_may_be_in_model_list(tmp_pa
     def judge(**settings: Any) -> Any:
         content = {"state_dir": tmp_path, "base_model": "t", "model_list": [entry()]}
         chosen = {"trainer": {"judge": {"kind": "next_state", **settings}}}
-        return Settings.model_validate(content | chosen).trainer_settings().judge
+        return Settings.of(content | chosen).trainer.judge
 
     with pytest.raises(SettingsError, match=r"trainer\.judge\.model: field required: name a model of model_list"):
         judge()

@@ -47,7 +47,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     from ratchet_lessons.lessons import LessonSettings, check, learn, start_ramp
 
     settings = options.read_agent_settings(context, _named(given))
-    tuner, alias = settings.tuner_settings(), settings.model
+    tuner, alias = settings.tuner, settings.model
     with readable_errors(settings._sources, LessonSettings, "tuner", "lessons"):
         chosen = LessonSettings(**tuner.lessons)
     if tuner.reflection is None:

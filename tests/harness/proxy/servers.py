@@ -93,7 +93,7 @@ class ProxyProcess:
             "import json, sys; from ratchet.proxy.supervisor.supervisor import serve; "
             "from ratchet.proxy.settings import ProxySettings; "
             "from ratchet.proxy.telemetry import logs; "
-            "settings = ProxySettings.read({}, **json.loads(sys.argv[1])); "
+            "settings = ProxySettings(**json.loads(sys.argv[1])); "
             "logs.configure_logging(settings.log_format, settings.log_level); "
             "sys.exit(serve(settings, lambda url: print(url, flush=True)))"
         )

@@ -22,7 +22,7 @@ from tests.harness.ports import free_port
 @contextlib.contextmanager
 def vllm(model: Path, log: Path, *arguments: str, max_model_len: int = 4096) -> Iterator[str]:
     """Serve a model folder; the value is vLLM's URL."""
-    settings = Settings.model_validate(
+    settings = Settings.of(
         {"base_model": str(model), "vllm": {"max_model_len": max_model_len, "extra_args": list(arguments)}}
     )
     server = VllmServerProcess(settings, log)
