@@ -437,7 +437,7 @@ def _with_project(given: Mapping[str, Any], data: Mapping[str, Any], name: str, 
             made[part] = {**own, "second_judge": judge_with_address(own["second_judge"], models, key)}
     release = made.get("release")
     if isinstance(release, Mapping) and isinstance(tasks := release.get("tasks"), str):
-        from ratchet.tuner.tasks.imported import ImportedTasks
+        from ratchet.tuner.tasks import ImportedTasks
 
         made["release"] = {**release, "tasks": str(ImportedTasks(state.tasks).folder_of(tasks) or tasks)}
     return made
