@@ -1,7 +1,7 @@
 """Load the settings of a project: `ratchet.yaml`, then RATCHET_* variables, then command-line options. Later wins.
 
-pydantic-settings reads and merges the layers. Ratchet adds what it does not do: it rejects every key that it does not
-know, with the nearest known key, and records which layer set each value, so that an error can name it.
+A key that is not known is refused with the nearest known one. Where each value came from is recorded, so that an error
+can name it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,11 @@ import re
 import typing
 from collections.abc import Collection, Mapping
 from functools import cache
-from json import JSONDecodeError
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any
 
 import yaml
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    YamlConfigSettingsSource,
-)
 
 from ratchet.errors import SettingsError
 from ratchet.settings.masking import MASK, mask_store_url
@@ -38,7 +29,6 @@ from ratchet.settings.setting_errors import (
     key_tree,
     listed,
     nearest_variable,
-    renamed,
     type_of_key,
 )
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
@@ -101,14 +91,20 @@ def load(
     """
     if config is None and Path(CONFIG_FILE).is_file():
         config = Path(CONFIG_FILE)
-    layers = _Layers(config, options or {}, environ, content)
-    values = _LayeredSettings(layers=layers).values()
-    chosen = layers.choose_agent(values)
+    layers = _Layers()
+    if config is not None:
+        layers.add(_read_file(config), (), str(config))
+    layers.add_variables(environ)
+    layers.add(content, (), "settings=")
+    for path, (name, value) in (options or {}).items():
+        if value is not None:
+            layers.put(path, value, name)
+    chosen = layers.choose_agent()
     by_option = {path[1] for path, source in layers.sources.items() if path[0] == "trainer" and is_option(source)}
-    for entry in values.get("agents", {}).values():  # an option such as --judge is stronger than an entry
+    for entry in layers.values.get("agents", {}).values():  # an option such as --judge is stronger than an entry
         for key in by_option & entry.keys():
             del entry[key]
-    settings = Settings.of(values, layers.sources, environ)
+    settings = Settings.of(layers.values, layers.sources, environ)
     return settings if chosen is None else settings.for_agent(chosen)
 
 
@@ -172,188 +168,113 @@ def read_last_run(settings: Settings) -> dict[str, Any]:
 
 
 class _Layers:
-    """What the sources share: the known keys, and where each value came from."""
+    """The merged values, the known keys, and where each value came from. The weakest layer is added first."""
 
-    def __init__(
-        self, config: Path | None, options: Options, environ: Mapping[str, str], content: Mapping[str, Any]
-    ) -> None:
-        self.config = config
-        self.options = options
-        self.content = content
-        self.environ = environ
-        self.known = known_keys()
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
         self.sources: dict[tuple[str, ...], str] = {}
+        self._known = known_keys()
 
-    def put(self, content: dict[str, Any], path: tuple[str, ...], value: Any, source: str) -> None:
-        """Set one value in nested `content` and record its source."""
-        for key in path[:-1]:
-            content = content.setdefault(key, {})
-        # A mapping that is one value, such as trainer.judge, replaces a weaker layer's: as a dict the two were merged.
-        content[path[-1]] = MappingProxyType(value) if isinstance(value, dict) else value
-        self.sources[path] = source
-
-    def add(self, values: dict[str, Any], content: Mapping[Any, Any], path: tuple[str, ...], source: str) -> None:
-        """Add the keys of a section to nested `values`. Raises SettingsError for an unknown one."""
+    def add(self, content: Mapping[Any, Any], path: tuple[str, ...], source: str) -> None:
+        """Add the keys of a section. Raises SettingsError for an unknown one."""
         for key, value in content.items():
             here = (*path, str(key))
-            if not isinstance(type_of_key(here, self.known, source), Mapping):
-                self.put(values, here, value, source)
+            if not isinstance(type_of_key(here, self._known, source), Mapping):
+                self.put(here, value, source)
                 continue
-            if value is not None and not isinstance(value, dict):
+            if value is not None and not isinstance(value, Mapping):
                 raise SettingsError(f"{source}: {'.'.join(here)} is a section; put its keys under it, indented")
             if path == AGENTS:  # an agent without keys of its own is an agent
-                values.setdefault(AGENTS[0], {}).setdefault(here[-1], {})
+                self.values.setdefault(AGENTS[0], {}).setdefault(here[-1], {})
                 self.sources[here] = source
-            self.add(values, value or {}, here, source)
+            self.add(value or {}, here, source)
 
-    def choose_agent(self, values: dict[str, Any]) -> str | None:
-        """Return the agent that the option --model names, and take the option out of the merged values.
+    def put(self, path: tuple[str, ...], value: Any, source: str) -> None:
+        """Set one value."""
+        section = self.values
+        for key in path[:-1]:
+            section = section.setdefault(key, {})
+        section[path[-1]] = value
+        self.sources[path] = source
+
+    def add_variables(self, environ: Mapping[str, str]) -> None:
+        """Add the RATCHET_* variables: `RATCHET_PROXY__PORT` sets `proxy.port`. Secrets are not settings.
+
+        RATCHET_AGENTS holds agents with their keys as YAML. RATCHET_AGENTS__MAIL_BOT__JUDGE sets a key of the agent
+        mail-bot or Mail.bot that the file or RATCHET_AGENTS has: a variable cannot hold every name, so it adds none.
+        """
+        for name, text in setting_variables(environ).items():  # RATCHET_AGENTS comes before those of one agent
+            path, source = tuple(name.removeprefix(PREFIX).lower().split("__")), f"variable {name}"
+            if path == AGENTS:
+                content = _parse(dict, text, name)
+                if not isinstance(content, Mapping):
+                    raise SettingsError(f"{source}: must hold agents with their keys, such as {{mail: {{judge: a:b}}}}")
+                self.add(content, AGENTS, source)
+                continue
+            if path[:1] == AGENTS:
+                path = (*AGENTS, self._agent_named(path[1], source), *path[2:])
+            self.put(path, _parse(self._type_of(name, path), text, name), source)
+
+    def _agent_named(self, part: str, source: str) -> str:
+        """Return the agent that a part of a variable's name means. Raises SettingsError unless it is exactly one."""
+        agents = sorted(self.values.get(AGENTS[0], {}))
+        meant = [agent for agent in agents if re.sub(r"[^a-z0-9]", "_", agent.lower()) == part]
+        if len(meant) == 1:
+            return meant[0]
+        if meant:
+            raise SettingsError(f"{source}: {' and '.join(meant)} have this name; set the key in the file")
+        known = f"the agents are {', '.join(agents)}" if agents else "no agents are set"
+        raise SettingsError(
+            f"{source}: there is no agent {part!r}, and a variable adds none; {known}; set `agents` in the file or "
+            f"{PREFIX}AGENTS"
+        )
+
+    def _type_of(self, name: str, path: tuple[str, ...]) -> Any:
+        """Return the type of the key that a variable names. Raises SettingsError with the nearest variable."""
+        try:
+            kind = type_of_key(path, self._known, f"variable {name}")
+        except SettingsError as error:
+            if similar := difflib.get_close_matches(name, OTHER_VARIABLES, n=1, cutoff=0.9):
+                raise SettingsError(f"variable {name} is not known; did you mean {similar[0]}?") from error
+            raise SettingsError(f"{error}{nearest_variable(name, PREFIX, self._known)}") from error
+        if isinstance(kind, Mapping):
+            key = "__".join((*path, next(iter(kind)))).upper()
+            raise SettingsError(f"variable {name}: names a section; name a key, such as {PREFIX}{key}")
+        return kind
+
+    def choose_agent(self) -> str | None:
+        """Return the agent that the option --model names, and take the option out of the values.
 
         Raises SettingsError if a file or a variable sets both `model` and `agents`.
         """
-        if not values.get("agents") or "model" not in values:
+        if not self.values.get("agents") or "model" not in self.values:
             return None
         source = self.sources.pop(("model",))
         if is_option(source):
-            return str(values.pop("model"))
+            return str(self.values.pop("model"))
         raise SettingsError(
             f"{source}: model and agents exclude each other: `model` is the one agent of a project without `agents`; "
             "remove one of the two"
         )
 
 
-class _LayeredSettings(BaseSettings):
-    """The merged values of the layers, not yet validated."""
-
-    model_config = SettingsConfigDict(extra="allow", env_prefix=PREFIX, env_nested_delimiter="__")
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the layers, the strongest first. Each records its sources when it is built, the strongest last."""
-        layers = typing.cast(InitSettingsSource, init_settings).init_kwargs["layers"]
-        file = [_FileLayer(settings_cls, layers)] if layers.config is not None else []
-        variables = _VariableLayer(settings_cls, layers)
-        return _OptionLayer(settings_cls, layers), variables, *file
-
-    def values(self) -> dict[str, Any]:
-        """Return the merged values."""
-        return {key: _unfrozen(value) for key, value in (self.model_extra or {}).items()}
-
-
-class _FileLayer(YamlConfigSettingsSource):
-    """The settings file."""
-
-    def __init__(self, settings_cls: type[BaseSettings], layers: _Layers) -> None:
-        self._layers = layers
-        super().__init__(settings_cls, yaml_file=layers.config)
-
-    def _read_files(self, files: Any, deep_merge: bool = False) -> dict[str, Any]:
-        try:
-            content = json.loads(files.read_text()) if files.suffix == ".json" else self._read_file(files)
-        except OSError as error:
-            raise SettingsError(f"{files}: cannot be read: {error.strerror}") from error
-        except (yaml.YAMLError, JSONDecodeError) as error:
-            raise SettingsError(f"{files}: is not YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(content, dict):
-            raise SettingsError(f"{files}: must hold keys and values, such as `project: demo`")
-        values: dict[str, Any] = {}
-        self._layers.add(values, content, (), str(self._layers.config))
-        return values
-
-
-class _VariableLayer(EnvSettingsSource):
-    """RATCHET_* variables: `RATCHET_PROXY__PORT` sets `proxy.port`. Secrets are not settings.
-
-    RATCHET_AGENTS holds agents with their keys as YAML. RATCHET_AGENTS__MAIL_BOT__JUDGE sets a key of the agent
-    mail-bot or Mail.bot that the file or RATCHET_AGENTS has: a variable cannot hold every name, so it adds none.
-    """
-
-    def __init__(self, settings_cls: type[BaseSettings], layers: _Layers) -> None:
-        self._layers = layers
-        super().__init__(settings_cls, case_sensitive=True)
-        self._values: dict[str, Any] = {}
-        for name, text in sorted(self.env_vars.items()):  # RATCHET_AGENTS comes before those of one agent
-            path = tuple(name.removeprefix(self.env_prefix).lower().split(self.env_nested_delimiter))
-            if path == AGENTS:
-                layers.add(self._values, self._agents(name, text or ""), AGENTS, f"variable {name}")
-                continue
-            if path[:1] == AGENTS and len(path) > 1:
-                path = (*AGENTS, self._agent_named(path[1], name), *path[2:])
-            layers.put(self._values, path, _parse(self._type_of(name, path), text or "", name), f"variable {name}")
-
-    def _load_env_vars(self) -> Mapping[str, str | None]:
-        return setting_variables(self._layers.environ)
-
-    def __call__(self) -> dict[str, Any]:
-        return self._values
-
-    def _agents(self, name: str, text: str) -> dict[Any, Any]:
-        """Return the agents in RATCHET_AGENTS. Raises SettingsError."""
-        content = _parse(dict, text, name)
-        if not isinstance(content, dict):
-            raise SettingsError(f"variable {name}: must hold agents with their keys, such as {{mail: {{judge: a:b}}}}")
-        return content
-
-    def _agent_named(self, part: str, name: str) -> str:
-        """Return the agent that a part of a variable's name means. Raises SettingsError unless it is exactly one."""
-        agents = sorted({path[1] for path in self._layers.sources if path[:1] == AGENTS and len(path) > 1})
-        meant = [agent for agent in agents if re.sub(r"[^a-z0-9]", "_", agent.lower()) == part]
-        if len(meant) == 1:
-            return meant[0]
-        if meant:
-            raise SettingsError(f"variable {name}: {' and '.join(meant)} have this name; set the key in the file")
-        known = f"the agents are {', '.join(agents)}" if agents else "no agents are set"
-        raise SettingsError(
-            f"variable {name}: there is no agent {part!r}, and a variable adds none; {known}; set `agents` in the file "
-            f"or {self.env_prefix}AGENTS"
-        )
-
-    def _type_of(self, name: str, path: tuple[str, ...]) -> Any:
-        """Return the type of the key that a variable names. Raises SettingsError with the nearest variable."""
-        if (now := renamed(path)) is not None:
-            raise SettingsError(f"variable {name} is now {self.env_prefix}{'__'.join(now).upper()}")
-        try:
-            kind = type_of_key(path, self._layers.known, f"variable {name}")
-        except SettingsError as error:
-            if similar := difflib.get_close_matches(name, OTHER_VARIABLES, n=1, cutoff=0.9):
-                raise SettingsError(f"variable {name} is not known; did you mean {similar[0]}?") from error
-            nearest = nearest_variable(name, self.env_prefix, self._layers.known)
-            raise SettingsError(f"{error}{nearest}") from error
-        if isinstance(kind, Mapping):
-            key = "__".join((*path, next(iter(kind)))).upper()
-            raise SettingsError(f"variable {name}: names a section; name a key, such as {self.env_prefix}{key}")
-        return kind
+def _read_file(file: Path) -> dict[Any, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = (json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)) or {}
+    except OSError as error:
+        raise SettingsError(f"{file}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise SettingsError(f"{file}: is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise SettingsError(f"{file}: must hold keys and values, such as `project: demo`")
+    return content
 
 
 def setting_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the RATCHET_* variables that are settings, by name."""
     ours = {name: environ[name] for name in sorted(environ) if name.startswith(PREFIX) and name not in OTHER_VARIABLES}
     return {name: value for name, value in ours.items() if not _is_service_link(name, value)}
-
-
-class _OptionLayer(InitSettingsSource):
-    """Command-line options, and the settings of a Python call, which are weaker."""
-
-    def __init__(self, settings_cls: type[BaseSettings], layers: _Layers) -> None:
-        values: dict[str, Any] = {}
-        layers.add(values, layers.content, (), "settings=")
-        for path, (name, value) in layers.options.items():
-            if value is not None:
-                layers.put(values, path, value, name)
-        super().__init__(settings_cls, init_kwargs=values)
-
-
-def _unfrozen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _unfrozen(inner) for key, inner in value.items()}
-    return dict(value) if isinstance(value, MappingProxyType) else value
 
 
 def _is_service_link(name: str, value: str) -> bool:

@@ -16,15 +16,6 @@ from ratchet.errors import SettingsError
 
 Path = tuple[str, ...]  # of a key: ("proxy", "port")
 ANY_NAME = "NAME"  # the only key of a section whose keys are names that the user chooses
-# Keys of earlier releases: an error names the key that took their place.
-_RENAMED: Mapping[Path, Path] = {
-    ("trainer", "learner"): ("learner",),
-    ("trainer", "num_processes"): ("learner", "num_processes"),
-    ("trainer", "devices"): ("learner", "devices"),
-    ("trainer", "release", "canary"): ("trainer", "release", "policy"),
-    ("trainer", "release", "canary_share"): ("trainer", "release", "holdback"),
-    ("trainer", "release", "max_samples"): ("trainer", "release", "ramp"),
-}
 _MAX_LISTED = 20  # names in one message
 _MAX_NAMED = 3  # keys of the same name that one message lists
 _MIN_SIMILARITY = 0.6  # of a name that is suggested, as difflib's default
@@ -77,8 +68,6 @@ def leaves(known: Mapping[str, Any], *, inner: bool = False) -> Iterator[Path]:
 def type_of_key(path: Path, known: Mapping[str, Any], source: str) -> Any:
     """Return the type of a known key, or the mapping of a section. Raises SettingsError with the nearest known key."""
     kind: Any = known
-    if (now := renamed(path)) is not None:
-        raise SettingsError(f"{source}: {'.'.join(path)} is now {'.'.join(now)}")
     for depth, key in enumerate(path):
         if not isinstance(kind, Mapping):
             raise SettingsError(f"{source}: {'.'.join(path[:depth])} is one value and holds no key {key!r}")
@@ -89,12 +78,6 @@ def type_of_key(path: Path, known: Mapping[str, Any], source: str) -> Any:
             raise SettingsError(f"{source}: {'.'.join(path[: depth + 1])} {found}")
         kind = found
     return kind
-
-
-def renamed(path: Path) -> Path | None:
-    """Return the new name of a key of an earlier release, or None."""
-    found = next(((old, new) for old, new in _RENAMED.items() if path[: len(old)] == old), None)
-    return None if found is None else (*found[1], *path[len(found[0]) :])
 
 
 def nearest_key(path: Path, known: Mapping[str, Any]) -> str:
