@@ -125,7 +125,7 @@ def test_ruler_scores_what_the_notebook_gathers(project: Project) -> None:
 
 def test_weights_are_tuned_in_services_that_the_notebook_starts_and_ends(project: Project) -> None:
     tiny = build_tiny_model(project.folder / "tiny", hidden=32, layers=1)
-    engine = {"command": [sys.executable, "-m", "tests.harness.cli.scripted_engine"]}
+    engine = {"command": [sys.executable, "-m", "tests.harness.proxy.scripted_vllm"]}
     project.write(base_model=str(tiny), vllm=project.content["vllm"] | engine, learner={"threads": 1})
     text = printed("tune_and_compare", project.folder, ROUNDS="1", ATTEMPTS="2")
     assert list((project.state / "run").glob("*.pid")) == []

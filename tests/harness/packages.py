@@ -74,3 +74,11 @@ def install(wheel: Path, folder: Path) -> Path:
     packages = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
     (Path(packages) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
+
+
+def register(folder: Path, distribution: str, lines: str) -> None:
+    """Write the metadata of an installed distribution with these entry points into a folder of the path."""
+    info = folder / f"{distribution}-2.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.1\n")
+    (info / "entry_points.txt").write_text(lines)

@@ -10,8 +10,19 @@ import sqlalchemy as sa
 from ratchet.store.content.messages import link_keys, node, path, tool_call_ids, tools_hash
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read
-from ratchet.store.records import CallEnded, CallStarted, Choice, Group, Round, Verdict, pack_ids, pack_logprobs
-from ratchet.store.states import CallState
+from ratchet.store.records import (
+    CallEnded,
+    CallStarted,
+    Choice,
+    Group,
+    Round,
+    ToolCall,
+    ToolCallResult,
+    Verdict,
+    pack_ids,
+    pack_logprobs,
+)
+from ratchet.store.states import CallState, ToolOutcome, ToolResult
 from ratchet.store.store import Store
 
 TOOLS: list[dict[str, Any]] = [
@@ -151,3 +162,18 @@ def message_count(store: Store) -> int:
     """Return the number of stored messages, each counted once."""
     with read(store.calls._engine) as connection:
         return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.messages)) or 0)
+
+
+def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, alias: str = "agent") -> None:
+    """Ship a one-call trajectory that called a tool this many times with this result."""
+    made = [
+        ToolCall(
+            call_id=f"call_{name}", choice=0, place=place, alias=alias, version=0, tool="search",
+            tool_call_id=f"i{place}", outcome=ToolOutcome.VALID,
+        )
+        for place in range(times)
+    ]  # fmt: skip
+    results = [
+        ToolCallResult(call_id=f"call_{name}", choice=0, tool_call_id=one.tool_call_id, result=result) for one in made
+    ]
+    store.tools.record_tool_calls(made, results)

@@ -167,7 +167,7 @@ def test_the_proxy_serves_an_agent_that_joined_and_refuses_one_that_left(project
 @pytest.mark.slow
 def test_the_trainer_starts_every_agent_and_one_that_joins(project: Project) -> None:
     model = build_tiny_model(project.folder / "tiny", hidden=32, layers=1)
-    engine = {"command": [sys.executable, "-m", "tests.harness.cli.scripted_engine"]}
+    engine = {"command": [sys.executable, "-m", "tests.harness.proxy.scripted_vllm"]}
     agents: dict[str, dict[str, str]] = {"mail": {}, "support": {"advantage_estimator": "rloo"}}
     project.write(
         base_model=str(model), vllm=project.content["vllm"] | engine, trainer={"judge": JUDGE}, learner={"threads": 1},

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ratchet.checks.learner_check import check_batches
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from tests.harness.cli.mixing_engine import MixingEngine
-from tests.harness.proxy.servers import served
+from tests.harness.trainer.scripted_engine import ScriptedEngine
 
 PROBES = [(1, 2, 3), (4, 5)]
 
 
+class MixingEngine(ScriptedEngine):
+    """An adapter's logprobs are half a nat lower. If it `mixes`, an adapter answers for the base beside other calls."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__(self._logprob)
+        self.reply = self._busily
+        self._mixes = mixes
+        self._busy = 0
+
+    def _logprob(self, name: str, ids: Sequence[int]) -> float:
+        return -float(ids[-1]) - 0.5 * (name in self.loaded or (self._mixes and self._busy > 0))
+
+    def _busily(self, name: str, messages: Sequence[Any]) -> str:
+        self._busy += 1
+        time.sleep(0.3)
+        self._busy -= 1
+        return "noted"
+
+
 def prove(engine: MixingEngine) -> tuple[bool, str]:
-    with served(engine) as url:
-        replica = VllmServer(url)
+    with contextlib.closing(engine), contextlib.closing(VllmServer(engine.url)) as replica:
         found = check_batches(replica, "policy@0", Path("/adapter"), 2, PROBES)
-        replica.close()
-    assert engine.loaded == []
-    assert engine.max_tokens == 8, "a CPU takes minutes for more with several adapters of a real model"
+    assert engine.loaded == {}
+    assert {body["max_tokens"] for body in engine.requests} == {8}, (
+        "a CPU takes minutes for more with several adapters of a real model"
+    )
     return found.passed, found.seen + found.remedy
 
 

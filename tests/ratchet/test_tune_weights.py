@@ -23,7 +23,7 @@ SMALL = ("--rounds", "1", "--tasks-per-round", "2", "--attempts", "2", "--eval-t
 def tuned(project: Project) -> Project:
     """A project that can be tuned: a model that loads, an engine that answers, a task set, a judge."""
     model = build_tiny_model(project.folder / "tiny", hidden=32, layers=1)
-    engine = {"command": [sys.executable, "-m", "tests.harness.cli.scripted_engine"]}
+    engine = {"command": [sys.executable, "-m", "tests.harness.proxy.scripted_vllm"]}
     project.write(
         base_model=str(model),
         vllm=project.content["vllm"] | engine,

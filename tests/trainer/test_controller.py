@@ -22,11 +22,11 @@ from ratchet.trainer.adapters.checkpoint import newest_complete
 from ratchet.trainer.controller.advantages import MemberAdvantages
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
+from tests.harness.records import tool_called
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_learner import ScriptedLearner
 from tests.harness.trainer.stepped_controller import SteppedController
-from tests.harness.trainer.tool_records import tool_called
 
 
 class OutageAtCommit(Rounds):

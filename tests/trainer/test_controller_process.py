@@ -31,7 +31,7 @@ from tests.harness.trainer.stepped_controller import SteppedController
 
 BASE = "tiny-base"
 JUDGE = "tests.harness.trainer.judge_samples:scripted"
-BY_NUMBER = "tests.harness.trainer.judges_by_number:by_last_digit"
+BY_NUMBER = "tests.harness.trainer.judge_samples:by_last_digit"
 POLICY = Path(__file__).parents[2] / "ratchet" / "demo" / "email_search" / "policy"  # a real tokenizer
 SECONDS = 60.0  # far more than needed: the machine may be busy
 

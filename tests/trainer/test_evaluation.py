@@ -24,8 +24,7 @@ from tests.harness.ports import free_port
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
-from tests.harness.trainer.stepped_controller import SteppedController
-from tests.harness.trainer.turns import until
+from tests.harness.trainer.stepped_controller import SteppedController, until
 
 GATE = {"policy": "immediate", "held_out_share": 0.3, "evaluation_samples": 2}
 

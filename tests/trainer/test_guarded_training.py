@@ -15,8 +15,7 @@ from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
-from tests.harness.trainer.stepped_controller import SteppedController
-from tests.harness.trainer.turns import until
+from tests.harness.trainer.stepped_controller import SteppedController, until
 
 GUARDED: dict[str, Any] = {"policy": "guarded", "invariant_prompts": 0, "ramp": 16, "max_gain": None}
 MakeController = Callable[..., SteppedController]

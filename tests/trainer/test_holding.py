@@ -14,8 +14,7 @@ from ratchet.store.reports.version_reports import read_awaiting_approval
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
 from tests.harness.trainer.agents import agents_work
-from tests.harness.trainer.stepped_controller import SteppedController
-from tests.harness.trainer.turns import until
+from tests.harness.trainer.stepped_controller import SteppedController, until
 
 CONTRARY = {"kind": "function", "function": "tests.harness.trainer.judge_samples:contrary"}
 AGREEING = {"kind": "function", "function": "tests.harness.trainer.judge_samples:scripted"}

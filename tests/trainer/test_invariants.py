@@ -31,8 +31,7 @@ from tests.harness.ports import free_port
 from tests.harness.records import call_start, ended
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
-from tests.harness.trainer.stepped_controller import SteppedController
-from tests.harness.trainer.turns import until
+from tests.harness.trainer.stepped_controller import SteppedController, until
 
 RELATIVE = (Fault.LONG, Fault.UNCERTAIN)  # by the other answers to the same prompt
 Draw = Callable[[random.Random, float], CheckedAnswer]  # with what the prompt makes likely, 0 to 1

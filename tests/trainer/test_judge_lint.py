@@ -127,8 +127,7 @@ def test_a_recorded_trajectory_gives_its_own_answer_where_it_stands(judge: Any) 
 
 def test_what_the_tools_came_to_stays_with_the_recorded_trajectory(judge: Any, store: Any) -> None:
     from ratchet.store.states import ToolResult
-    from tests.harness.records import answered_trajectory
-    from tests.harness.trainer.tool_records import tool_called
+    from tests.harness.records import answered_trajectory, tool_called
 
     answered_trajectory(store, "t1", "Oslo")
     tool_called(store, "t1", ToolResult.OK, times=1)

@@ -21,9 +21,8 @@ from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import MeanDifference
 from tests import house
-from tests.harness.metadata import ROOT, register
-from tests.harness.records import answered_trajectory, commit_round, judged_group
-from tests.harness.trainer.tool_records import tool_called
+from tests.harness.packages import ROOT, register
+from tests.harness.records import answered_trajectory, commit_round, judged_group, tool_called
 
 
 def samples(metrics: TrainerMetrics) -> dict[tuple[str, ...], float]:

@@ -69,7 +69,7 @@ def trainer_settings(model: Path, engine: ScriptedEngine, folder: Path, learner:
         {
             "store": str(folder / "together.db"), "model": "agent", "base_model": str(model), "vllm": [engine.url],
             "checkpoints": str(folder / "together" / "checkpoints"), "num_generations": 3, "groups_per_round": 2,
-            "judge": "tests.harness.trainer.judges_by_number:scripted", "seal_after_idle_seconds": 1,
+            "judge": "tests.harness.trainer.judge_samples:by_name", "seal_after_idle_seconds": 1,
             "lease_seconds": 3, "learner": learner, "release": {"policy": "immediate"},
         }
     )  # fmt: skip
@@ -199,7 +199,7 @@ def story(tiny_model: Path, migrated: Path, tmp_path_factory: pytest.TempPathFac
 
 
 def _dies_in_a_round(store: Store, settings: str, log: Path) -> tuple[int, str]:
-    run = launched("tests.harness.trainer.one_of_several_trainers", settings, log=log)
+    run = launched("tests.harness.trainer.in_process_learner", settings, log=log)
     try:
         wait_for(lambda: "event=learner_ready" in log.read_text(), run)
         follower = follower_of(run)
@@ -215,7 +215,7 @@ def _dies_in_a_round(store: Store, settings: str, log: Path) -> tuple[int, str]:
 
 
 def _goes_on(store: Store, settings: str, log: Path) -> tuple[int, str]:
-    run = launched("tests.harness.trainer.one_of_several_trainers", settings, log=log)
+    run = launched("tests.harness.trainer.in_process_learner", settings, log=log)
     try:
         wait_for(lambda: store.policies.live()["agent"].version == 1, run)
         run.terminate()

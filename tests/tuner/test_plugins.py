@@ -33,8 +33,7 @@ from ratchet.trainer.user_code import (
 )
 from ratchet.tuner.prompts.optimizer import load_optimizer
 from tests.harness.chat_models import ScriptedReflectionModel
-from tests.harness.metadata import register
-from tests.harness.packages import environment_without_plugins
+from tests.harness.packages import environment_without_plugins, register
 from tests.harness.trainer.tiny import build_tiny_model
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import WorldEvaluate, search

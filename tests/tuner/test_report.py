@@ -87,7 +87,7 @@ def test_runs_of_other_tasks_judges_and_aliases_are_left_out_with_the_reason() -
     assert [row.tuning_id for row in found.rows] == [None, None, "tun_3"]
     assert [one.why for one in found.excluded] == [
         "it tuned mail, not policy", "another judge: judges:kind:3c4d",
-        "4 of other/ (test), not the 10 of tasks/ (test)",
+        "other held-out tasks: 4 of other/ (test), not the 10 of tasks/ (test)",
     ]  # fmt: skip
     other = runs.report(tasks="other/")
     assert [row.tuning_id for row in other.rows] == [None, "tun_0", None]

@@ -39,7 +39,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Project]:
     made, port = Project(tmp_path), free_port()
     model, url = build_tiny_model(tmp_path / "tiny", hidden=32, layers=1), f"http://127.0.0.1:{port}"
     del made.content["base_model"]  # it is that of the call
-    engine = {"command": [sys.executable, "-m", "tests.harness.cli.scripted_engine"]}
+    engine = {"command": [sys.executable, "-m", "tests.harness.proxy.scripted_vllm"]}
     made.write(vllm=made.content["vllm"] | engine, learner={"threads": 1, "port": port, "url": url})
     folder = tmp_path / "my_dataset"
     folder.mkdir()

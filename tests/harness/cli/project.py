@@ -74,7 +74,7 @@ class Project:
     def make_trainable(self, **settings: Any) -> None:
         """Serve a tiny model's name from a scripted vLLM that answers calls; write the task set `tasks`."""
         model = build_tiny_model(self.folder / "tiny", hidden=32, layers=1)
-        engine = {"command": [sys.executable, "-m", "tests.harness.cli.scripted_engine"]}
+        engine = {"command": [sys.executable, "-m", "tests.harness.proxy.scripted_vllm"]}
         self.write(base_model=str(model), vllm=self.content["vllm"] | engine, learner={"threads": 1}, **settings)
         (self.folder / "tasks").mkdir()
         for split, start in (("train", 0), ("test", 10)):

@@ -10,11 +10,11 @@ reason, `#noids`, `#nologprobs`, `#short` (one logprob too few), `#html` (a page
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
 import re
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -399,7 +399,18 @@ async def _send(send: Send, status: int, body: bytes, headers: Sequence[tuple[by
     await send({"type": "http.response.body", "body": body})
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve until ended; started like vLLM, or with a port only."""
     import uvicorn
 
-    uvicorn.run(ScriptedVllm(), port=int(sys.argv[1]), http="httptools", loop="uvloop", log_level="critical")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("place", type=int, nargs="?")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--served-model-name", default="tiny-base")
+    given, _ = parser.parse_known_args()
+    app = ScriptedVllm(base=given.served_model_name)
+    uvicorn.run(app, port=given.port or given.place, http="httptools", loop="uvloop", log_level="critical")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,20 @@
-"""Controller and learner in one process: for tests that step the controller, and for processes of one launch."""
+"""Controller and learner in one process: for tests that step the controller, and for processes of one launch.
+
+As a program it is one of several processes of one trainer, as `accelerate launch` starts it; the settings are JSON.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ratchet.trainer.controller_service import controller_process
 from ratchet.trainer.controller_service.learner_work import LearnerFactory
 from ratchet.trainer.learner import distributed
 from ratchet.trainer.learner.host import Learner, LearnerHost
@@ -76,3 +83,9 @@ def _learner(settings: TrainerSettings, resume_from: str | None, make_host: Call
         process=settings.learner_process,
         make_host=make_host,
     )
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    settings = TrainerSettings(**json.loads(sys.argv[1]))
+    sys.exit(run_with_learner(lambda made: controller_process.run({settings.model: settings}, made)))

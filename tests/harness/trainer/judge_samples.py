@@ -98,3 +98,15 @@ def needs_another_caller(response: str) -> int:
 async def awaits_another_caller(response: str) -> int:
     """The same as a coroutine, which blocks its event loop meanwhile."""
     return needs_another_caller(response)
+
+
+_BY_NAME = {"a-0": 0.0, "a-1": 1.0, "a-2": 0.5, "b-0": 1.0, "b-1": 0.0, "b-2": 0.2}
+
+
+def by_name(response: str) -> float:
+    return _BY_NAME[response]
+
+
+def by_last_digit(response: str) -> float:
+    """Score the answer `NAME-0` with 0 and `NAME-1` with 1."""
+    return float(response[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,3 +41,14 @@ class SteppedController(AgentController):
     def _collect_verdicts(self, now: float) -> bool:
         self._judge_wait_seconds = _JUDGE_SECONDS if judge_samples.pause.is_set() else _PAUSED_SECONDS
         return super()._collect_verdicts(now)
+
+
+def until(controller: SteppedController, now: float, holds: Callable[[], bool], most: int = 400) -> float:
+    """Step the controller, one second per step, until `holds` returns true; return the time then."""
+    for _ in range(most):
+        controller.step(now)
+        if holds():
+            return now
+        now += 1.0
+        time.sleep(0.01)
+    raise AssertionError(f"it did not come to it: {holds}")

@@ -23,7 +23,7 @@ from tests.harness.chat_models import ScriptedModel, ScriptedReflectionModel, ad
 from tests.harness.cli.project import Project
 from tests.harness.proxy.servers import served
 from tests.harness.tuner import prompt_world
-from tests.harness.tuner.prompted_vllm import PromptedVllm
+from tests.harness.tuner.prompt_project import PromptedVllm
 
 TASKS = 20
 WORLD_AGENT = "tests.harness.tuner.world_agent"
@@ -48,7 +48,7 @@ class HostedProject:
 def hosted_project(project: Project, *, has_base_model: bool = False) -> Iterator[HostedProject]:
     """Serve the models for the block. `has_base_model`: the project could start a scripted vLLM as well."""
     if has_base_model:
-        engine = {"command": [sys.executable, "-m", "tests.harness.cli.scripted_engine"]}
+        engine = {"command": [sys.executable, "-m", "tests.harness.proxy.scripted_vllm"]}
         project.content["vllm"] |= engine
     else:
         project.content = {"min_free_disk_mb": 1, "proxy": project.content["proxy"]}

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.types import Receive, Send
 
 from ratchet.store.store import Store, open_store
 from tests.harness.chat_models import ScriptedReflectionModel
 from tests.harness.cli.project import Project
 from tests.harness.proxy.running_proxy import Proxy, running
+from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm
+from tests.harness.proxy.scripts import text_of
 from tests.harness.proxy.servers import served
 from tests.harness.tuner import prompt_world
-from tests.harness.tuner.prompted_vllm import PromptedVllm
 
 AGENT = "tests.harness.tuner.world_agent"
+
+
+class PromptedVllm(ScriptedVllm):
+    """Answers questions of the small world by the rules in the system prompt, after `seconds`."""
+
+    def __init__(self, seconds: float = 0.0, **given: Any) -> None:
+        super().__init__(**given)
+        self.seconds = seconds
+        self.prompts: list[str] = []  # the system prompt of each call, "" where there was none
+
+    async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
+        await asyncio.sleep(self.seconds)
+        messages: list[dict[str, Any]] = body["messages"]
+        prompt = text_of(messages[0]) if messages[0]["role"] == "system" else ""
+        self.prompts.append(prompt)
+        reply = prompt_world.answer(prompt, text_of(*(messages[1:] or messages)))
+        await super()._answer(body, {**script, "say": reply}, receive, send)
 
 
 @dataclass
