@@ -23,6 +23,8 @@ Respond = Callable[[IncomingRequest], tuple[int, Any]]  # the status and a text,
 class JsonServer(ThreadingHTTPServer):
     """Serves on a free port until `close`."""
 
+    request_queue_size = 512  # of connections that a busy machine has not accepted yet
+
     def __init__(self, respond: Respond) -> None:
         super().__init__(("127.0.0.1", 0), _RequestHandler)
         self.respond = respond
