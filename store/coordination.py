@@ -64,8 +64,6 @@ _DELETE_AFTER_SECONDS = 3600.0  # without a heartbeat for this long, its row is 
 
 
 class ProxyInstances(Verbs):
-    """Operations on proxy instances."""
-
     def heartbeat(self, instance: ProxyInstance, previous: float = 0.0) -> bool:
         """Store the current state of a proxy; its first one deletes the rows of proxies that stopped long ago.
 
@@ -120,8 +118,6 @@ class ProxyInstances(Verbs):
 
 
 class Alarms(Verbs):
-    """Operations on alarms."""
-
     def raise_(self, name: str, reason: str) -> None:
         """Raise an alarm; if it is active, increment its count and update its reason."""
         table, now = schema.alarms, time.time()
@@ -290,8 +286,6 @@ def _newest(kind: ActivityKind, table: sa.Table, column: sa.ColumnElement[Any]) 
 
 
 class JobProgressVerbs(Verbs):
-    """Operations on job progress."""
-
     def update(self, progress: Sequence[JobProgress]) -> None:
         """Replace the progress of some phases, in one transaction."""
         rows = [msgspec.structs.asdict(one) | {"means": dict(one.means)} for one in progress]

@@ -142,8 +142,6 @@ _PROXY_TIMEOUT = 10.0  # seconds without a heartbeat after which a proxy counts 
 
 
 class Deletions(Verbs):
-    """Operations on deletions."""
-
     def count(self, selection: TrajectoryFilter) -> int:
         """Return the number of trajectories that `delete` would delete."""
         return int(self._value(sa.select(sa.func.count()).select_from(_selected(selection))))

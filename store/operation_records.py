@@ -207,8 +207,6 @@ class JobProgress(Record, ProgressRate, frozen=True):
 
 
 class Observation(Record, frozen=True):
-    """An observation of a kind about a subject."""
-
     id: int
     alias: Text128
     kind: Text32

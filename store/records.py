@@ -51,7 +51,6 @@ def pack_logprobs(logprobs: Iterable[float]) -> bytes:
 
 
 def unpack_logprobs(packed: bytes) -> tuple[float, ...]:
-    """Return the logprobs of `pack_logprobs`."""
     logprobs = array("f")
     logprobs.frombytes(packed)
     return tuple(_little_endian(logprobs))
@@ -110,7 +109,6 @@ def _convert(value: Any, kind: type[StrEnum | Record]) -> Any:
 
 @lru_cache(maxsize=64)
 def _fields(record: type[Record]) -> tuple[tuple[str, type[StrEnum | Record] | None], ...]:
-    """Return each field with its enum or record, if it has one."""
     hints = get_type_hints(record)
     return tuple((name, _kind(hints[name])) for name in record.__struct_fields__)
 
@@ -257,8 +255,6 @@ class AnswerTraining(Record, frozen=True):
 
 
 class PastScore(Record, frozen=True):
-    """A past score with the family and cohort of its trajectory."""
-
     trajectory_id: str
     family: str
     cohort: str
@@ -488,8 +484,6 @@ class UnansweredCall(Record, frozen=True):
 
 
 class Call(Record, frozen=True):
-    """A recorded call with its tokens."""
-
     id: CallId
     trajectory_id: TrajectoryId
     state: CallState

@@ -28,8 +28,6 @@ UNANSWERED = (CallState.FAILED, CallState.ABORTED, CallState.INTERRUPTED)  # who
 
 
 class TrajectoryState(StrEnum):
-    """States of a trajectory."""
-
     OPEN = "open"  # further calls may come
     SEALED = "sealed"  # complete; waits for a group; reopens if it was only idle and a call comes
     GROUPED = "grouped"  # member of a group; waits for its verdict and its round
@@ -38,8 +36,6 @@ class TrajectoryState(StrEnum):
 
 
 class GroupState(StrEnum):
-    """States of a group."""
-
     READY = "ready"  # complete; waits for the judge
     JUDGED = "judged"  # every member has a verdict with a score
     TRAINED = "trained"  # consumed by a committed round
@@ -145,8 +141,6 @@ RELEASE_EVALUATION = "release"  # key of the request of an `eval` run that the t
 
 
 class RolloutState(StrEnum):
-    """States of a rollout."""
-
     PLANNED = "planned"  # the proxy may serve it; it has no end yet
     ENDED = "ended"  # the workflow returned
     FAILED = "failed"  # the workflow failed; `failure` says why, and it counts as an attempt

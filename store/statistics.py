@@ -92,7 +92,6 @@ class Sums:
 
 
 def sums_of(values: Iterable[float]) -> Sums:
-    """Return the sums of values."""
     numbers = list(values)
     return Sums(len(numbers), math.fsum(numbers), math.fsum(number * number for number in numbers))
 

@@ -34,8 +34,6 @@ from ratchet.store.states import (
 
 
 class TaskRows(Verbs):
-    """Operations on tasks."""
-
     def register(self, rows: Iterable[TaskRow]) -> None:
         """Store tasks; known ids are ignored. Raises InvalidRecord."""
         remaining = iter(rows)
@@ -71,8 +69,6 @@ _NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
 
 
 class Tunings(Verbs):
-    """Operations on tunings."""
-
     def begin(self, kind: str, alias: str, config: Mapping[str, Any]) -> Tuning:
         """Start a run."""
         tuning = Tuning(
@@ -176,8 +172,6 @@ ERASED = "erased"  # in place of text that may quote a deleted trajectory
 
 
 class Rollouts(Verbs):
-    """Operations on rollouts."""
-
     def plan(self, planned: Sequence[Rollout]) -> None:
         """Store planned rollouts; known ids are ignored."""
         for rows in chunks([_truncate(_row(rollout)) for rollout in planned]):

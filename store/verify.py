@@ -409,7 +409,6 @@ class VerificationReport:
         return self.count == 0
 
     def add(self, findings: Iterable[Violation]) -> None:
-        """Add violations."""
         for finding in findings:
             self.count += 1
             if len(self.findings) < _MAX_KEPT:

@@ -31,8 +31,6 @@ CHANGEABLE = (
 
 
 class Keys(Verbs):
-    """Operations on keys."""
-
     def create(
         self,
         name: str,

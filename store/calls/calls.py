@@ -128,8 +128,6 @@ _TOKEN_COLUMNS = ("prompt_blocks", "prompt_ids", "token_ids", "logprobs")
 
 
 class Calls(Verbs):
-    """Operations on calls."""
-
     def ship(self, records: Sequence[Shipment]) -> None:
         """Write a batch of starts, ends and feedback; repeated records change nothing.
 

@@ -44,8 +44,6 @@ _ANY_PENDING = sa.select(schema.feedback.c.id).where(_PENDING).limit(1)
 
 
 class FeedbackVerbs(Verbs):
-    """Operations on feedback."""
-
     def add(self, items: Sequence[Feedback]) -> None:
         """Add feedback; existing ids are ignored."""
         with write(self._engine) as connection:

@@ -30,8 +30,6 @@ class ResampleCount(Record, frozen=True):
 
 
 class Resamples(Verbs):
-    """Operations on resamples."""
-
     def __init__(self, engine: sa.Engine) -> None:
         super().__init__(engine)
         self._counts = CachedCount(self._count)

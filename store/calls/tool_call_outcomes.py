@@ -39,8 +39,6 @@ _UNANSWERED = (
 
 
 class ToolCallVerbs(Verbs):
-    """Operations on tool calls."""
-
     def toolset(self, name: str) -> bytes | None:
         """Return the canonical JSON of a tool list by its hash."""
         body: bytes | None = self._value(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))

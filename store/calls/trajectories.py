@@ -37,8 +37,6 @@ from ratchet.store.tuning import is_rollout_in_progress, row_of, workflow_result
 
 
 class Trajectories(Verbs):
-    """Operations on trajectories."""
-
     def __init__(self, engine: sa.Engine) -> None:
         super().__init__(engine)
         state, reason = schema.trajectories.c.state, schema.trajectories.c.drop_reason

@@ -23,8 +23,6 @@ from ratchet.store.records import BASE_VERSION, BaseModel
 
 
 class BaseModels(Verbs):
-    """Operations on base models."""
-
     def base_model_of(self, alias: str, version: int = BASE_VERSION) -> BaseModel | None:
         """Return the base model of a version; None if it is unknown."""
         policies = schema.policies

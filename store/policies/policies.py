@@ -33,8 +33,6 @@ MAX_CHARS = 200_000  # of all texts of a prompt
 
 
 class Prompts(Verbs):
-    """Operations on prompts."""
-
     def register(
         self, text: str, mode: str = "replace", origin: str = "", families: Mapping[str, str] | None = None
     ) -> Prompt:

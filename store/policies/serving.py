@@ -67,8 +67,6 @@ def locked(connection: sa.Connection, alias: str) -> ServingVersions:
 
 
 class Decisions(Verbs):
-    """Operations on decisions."""
-
     def decisions_of(self, alias: str, version: int | None = None, limit: int = 100) -> list[Decision]:
         """Return the decisions about an alias, or about one version of it, newest first."""
         table = schema.decisions

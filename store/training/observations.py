@@ -26,8 +26,6 @@ from ratchet.store.statistics import nearest_rank
 
 
 class Observations(Verbs):
-    """Operations on observations."""
-
     def add(self, alias: str, kind: str, subject: str, content: Mapping[str, Any]) -> None:
         """Add an observation."""
         row = {"alias": alias, "kind": kind, "subject": subject, "content": dict(content), "recorded_at": time.time()}
@@ -86,8 +84,6 @@ class VersionBehavior(Record, frozen=True):
 
 
 class VersionBehaviors(Verbs):
-    """Queries on behavior by version."""
-
     def by_version(self, alias: str) -> list[VersionBehavior]:
         """Return the behavior of an alias's versions that have trajectories, oldest first."""
         policies = schema.policies
@@ -255,8 +251,6 @@ class WaitingTime(Record, frozen=True):
 
 
 class WaitingTimes(Verbs):
-    """Queries on waiting times."""
-
     def stages(self, alias: str) -> list[WaitingTime]:
         """Return the stages of an alias in order, without those that were never reached.
 

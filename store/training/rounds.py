@@ -85,7 +85,6 @@ def replace_teacher_scores(connection: sa.Connection, scores: Sequence[TeacherSc
 
 
 def read_teacher_scores(connection: sa.Connection, trajectory_ids: Sequence[str]) -> dict[str, TeacherScore]:
-    """Return the scores, by trajectory."""
     table = schema.teacher_scores
     rows = connection.execute(sa.select(table).where(table.c.trajectory_id.in_(list(trajectory_ids))))
     return {
@@ -115,8 +114,6 @@ class TrainingData(Record, frozen=True):
 
 
 class Lineage(Verbs):
-    """Queries on lineage."""
-
     def versions_of(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Return the versions (`alias@version`) that contain each trajectory; the first was trained on it directly.
 
