@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -79,14 +79,8 @@ def reject_affected(policies: Policies, held: Sequence[AffectedVersion], *, by: 
 
 
 def _newest_before(known: Sequence[Policy], live: int, held: Collection[int]) -> int:
-    usable = [
-        policy.version
-        for policy in known
-        if policy.version < live
-        and policy.version not in held
-        and policy.pruned_at is None
-        and policy.state is not PolicyState.REJECTED
-    ]
+    older = [one for one in known if one.version < live and one.version not in held and one.pruned_at is None]
+    usable = [policy.version for policy in older if policy.state is not PolicyState.REJECTED]
     if not usable:
         raise InvalidTransition(f"no version of {known[0].alias} before {live} can serve: promote one by hand")
     return max(usable)
@@ -185,7 +179,7 @@ class Deletions(Verbs):
 
         Waits at most `timeout_seconds` for running proxies; the next deletion sweeps what then remains.
         """
-        deletion = Deletion(id=new_id("del"), reason=reason, started_at=time.time(), updated_at=time.time())
+        deletion = Deletion(new_id("del"), reason, started_at=time.time(), updated_at=time.time())
         rounds: set[str] = set()
         for names in self._batches(selection):
             with write(self._engine) as connection:
@@ -212,14 +206,16 @@ class Deletions(Verbs):
         since = self.latest() + _NOTICED_AFTER
         if not self._orphan_candidate_count() or not self._proxies_know(since, time.monotonic() + timeout_seconds):
             return 0
-        gone = 0
-        while True:
+        gone, checked = 0, 1
+        while checked:
             with write(self._engine) as connection:
                 checked, deleted = _sweep_page(connection)
             gone += deleted
-            if not checked:
-                break
-        self._truncate()
+        if (
+            self._engine.dialect.name == "sqlite"
+        ):  # its write-ahead log holds old pages; it stays while a reader uses it
+            with self._engine.connect() as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
         return gone
 
     def _batches(self, selection: TrajectoryFilter) -> Iterator[list[str]]:
@@ -251,12 +247,6 @@ class Deletions(Verbs):
                 return False
             time.sleep(0.1)
 
-    def _truncate(self) -> None:
-        """Empty SQLite's write-ahead log, which holds old pages. It stays while a reader uses it."""
-        if self._engine.dialect.name == "sqlite":
-            with self._engine.connect() as connection:
-                connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
-
 
 def _selected(selection: TrajectoryFilter) -> sa.Subquery:
     return ids_with_successors(selection.where()).subquery()
@@ -266,16 +256,11 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA secure_delete=ON")  # freed pages are overwritten
     trajectories, calls = schema.trajectories, schema.calls
-    locked = (
-        sa.select(trajectories.c.group_id, trajectories.c.round_id)
-        .where(trajectories.c.id.in_(names))
-        .order_by(trajectories.c.id)
-    )
-    found = connection.execute(locked.with_for_update()).all()
+    chosen = sa.select(trajectories.c.group_id, trajectories.c.round_id).where(trajectories.c.id.in_(names))
+    found = connection.execute(chosen.order_by(trajectories.c.id).with_for_update()).all()
     groups = sorted({row.group_id for row in found if row.group_id})
-    demonstrated = sa.select(schema.sft_trajectories.c.round_id).where(
-        schema.sft_trajectories.c.trajectory_id.in_(names)
-    )
+    imitated = schema.sft_trajectories.c
+    demonstrated = sa.select(imitated.round_id).where(imitated.trajectory_id.in_(names))
     new = ({row.round_id for row in found if row.round_id} | set(connection.scalars(demonstrated))) - rounds
     rounds |= new
     dropped = _drop_groups(connection, groups, names)
@@ -314,15 +299,9 @@ def _drop_groups(connection: sa.Connection, groups: Sequence[str], leaving: Sequ
     waiting = (GroupState.READY, GroupState.JUDGED)
     drop = sa.update(table).where(matches(table, id=groups, state=waiting)).returning(table.c.id)
     dropped = list(connection.scalars(drop.values(state=GroupState.DROPPED, drop_reason=DropReason.MEMBER_DELETED)))
-    connection.execute(
-        sa.update(trajectories)
-        .where(
-            trajectories.c.group_id.in_(dropped),
-            trajectories.c.state == TrajectoryState.GROUPED,
-            trajectories.c.id.not_in(leaving),
-        )
-        .values(state=TrajectoryState.DROPPED, drop_reason=DropReason.MEMBER_DELETED)
-    )
+    members = matches(trajectories, group_id=dropped, state=TrajectoryState.GROUPED)
+    left = sa.update(trajectories).where(members, trajectories.c.id.not_in(leaving))
+    connection.execute(left.values(state=TrajectoryState.DROPPED, drop_reason=DropReason.MEMBER_DELETED))
     return len(dropped)
 
 
@@ -341,17 +320,12 @@ def _delete_verdicts(connection: sa.Connection, names: Sequence[str], groups: Se
     """Delete the verdicts on trajectories, the judge requests of their groups, and explanations that may quote them."""
     verdicts, judge_requests = schema.verdicts, schema.judge_requests
     own = verdicts.c.trajectory_id.in_(names)
-    of_groups = sa.or_(
-        judge_requests.c.group_id.in_(groups),
-        judge_requests.c.id.in_(
-            sa.select(verdicts.c.judge_request_id).where(own, verdicts.c.judge_request_id.is_not(None))
-        ),
-    )
+    behind = sa.select(verdicts.c.judge_request_id).where(own, verdicts.c.judge_request_id.is_not(None))
+    of_groups = sa.or_(judge_requests.c.group_id.in_(groups), judge_requests.c.id.in_(behind))
     connection.execute(sa.delete(judge_requests).where(of_groups))
     connection.execute(sa.delete(verdicts).where(own))
-    connection.execute(
-        sa.update(verdicts).where(verdicts.c.group_id.in_(groups)).values(explanation="", judge_request_id=None)
-    )
+    others = sa.update(verdicts).where(verdicts.c.group_id.in_(groups))
+    connection.execute(others.values(explanation="", judge_request_id=None))
 
 
 def _delete_empty(connection: sa.Connection, groups: Sequence[str]) -> None:
@@ -377,17 +351,11 @@ def _sweep_page(connection: sa.Connection) -> tuple[int, int]:
     if not page:
         return 0, 0
     connection.execute(sa.delete(orphan_candidates).where(orphan_candidates.c.hash.in_(page)))
-    parents = _delete_orphans(connection, page)
+    parents = unnamed_messages(connection, page)
+    connection.execute(sa.delete(schema.messages).where(schema.messages.c.hash.in_(parents)))
     # The parent of a deleted message may be an orphan now.
     insert_or_ignore(connection, orphan_candidates, [{"hash": name} for name in sorted(set(parents.values()) - {""})])
     return len(page), len(parents) + _delete_toolsets(connection, page)
-
-
-def _delete_orphans(connection: sa.Connection, page: Sequence[str]) -> Mapping[str, str]:
-    """Delete the messages of a page that no message, prompt or answer needs; return their parents."""
-    found = unnamed_messages(connection, page)
-    connection.execute(sa.delete(schema.messages).where(schema.messages.c.hash.in_(found)))
-    return found
 
 
 def _delete_toolsets(connection: sa.Connection, page: Sequence[str]) -> int:

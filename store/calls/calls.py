@@ -9,7 +9,7 @@ import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.calls.feedback import add, attach_pending_feedback, lock_feedback_order
-from ratchet.store.calls.shipping import Blocks, ship
+from ratchet.store.calls.shipping import Blocks, message_path, ship
 from ratchet.store.calls.usage import add_usage
 from ratchet.store.content.messages import ROOT, SYSTEM_ROLES, conversation_range, parents_first
 from ratchet.store.db import schema
@@ -29,24 +29,15 @@ _T = TypeVar("_T")
 
 def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], ...]:
     """Return the messages from the root to `leaf`. Raises RecordDamaged."""
-    table = schema.messages
-    start = sa.select(table.c.parent, table.c.body, sa.literal(0).label("depth")).where(table.c.hash == leaf)
-    chain = start.cte("chain", recursive=True)
-    parent = table.alias("up")
-    chain = chain.union_all(
-        sa.select(parent.c.parent, parent.c.body, chain.c.depth + 1).where(parent.c.hash == chain.c.parent)
-    )
-    bodies = connection.scalars(sa.select(chain.c.body).order_by(chain.c.depth.desc()))
+    path = message_path(leaf, "body")
+    bodies = connection.scalars(sa.select(path.c.body).order_by(path.c.distance.desc()))
     return tuple(_decode(body, dict[str, Any]) for body in bodies)
 
 
 def system_prompt(connection: sa.Connection, leaf: str) -> str:
     """Return the system prompt at the start of the path to a message, or an empty text."""
-    table, up = schema.messages, schema.messages.alias("up")
-    start = sa.select(table.c.hash, table.c.parent).where(table.c.hash == leaf)
-    chain = start.cte("chain", recursive=True)
-    chain = chain.union_all(sa.select(up.c.hash, up.c.parent).where(up.c.hash == chain.c.parent))
-    first = sa.select(chain.c.hash).where(chain.c.parent == ROOT).scalar_subquery()
+    table, path = schema.messages, message_path(leaf, "hash")
+    first = sa.select(path.c.hash).where(path.c.parent == ROOT).scalar_subquery()
     body = connection.scalar(sa.select(table.c.body).where(table.c.hash == first))
     message = _decode(body, dict[str, Any]) if body else {}
     if message.get("role") not in SYSTEM_ROLES:

@@ -101,7 +101,8 @@ def _is_rest(connection: sa.Connection, start: CallStarted) -> bool:
     unlinked = [name for name, purpose in parts if purpose == UNLINKED]
     if not unlinked:
         return False
-    path = _path(connection, start.prompt_node)
+    up = message_path(start.prompt_node, "hash", "role")
+    path = {row.hash: row.role for row in connection.execute(sa.select(up.c.hash, up.c.role))}
     if parts[-1][1] == UNLINKED:
         return "assistant" in path.values()
     calls, choices = schema.calls, schema.choices
@@ -120,13 +121,13 @@ def _parts(connection: sa.Connection, start: CallStarted) -> list[tuple[str, str
     return [(name, own[name]) for name in names if name in own]
 
 
-def _path(connection: sa.Connection, leaf: str) -> dict[str, str]:
-    """Return the roles of the messages from the root to `leaf`, by hash."""
-    table, up = schema.messages, schema.messages.alias("up")
-    chain = sa.select(table.c.hash, table.c.parent, table.c.role).where(table.c.hash == leaf)
-    path = chain.cte("path", recursive=True)
-    path = path.union_all(sa.select(up.c.hash, up.c.parent, up.c.role).where(up.c.hash == path.c.parent))
-    return {row.hash: row.role for row in connection.execute(sa.select(path.c.hash, path.c.role))}
+def message_path(leaf: str, *names: str) -> sa.CTE:
+    """Return the messages from `leaf` up to the root: their parents, these columns, and the distance from the leaf."""
+    table, up, columns = schema.messages, schema.messages.alias("up"), ("parent", *names)
+    start = sa.select(*(table.c[name] for name in columns), sa.literal(0).label("distance")).where(table.c.hash == leaf)
+    path = start.cte("path", recursive=True)
+    above = sa.select(*(up.c[name] for name in columns), path.c.distance + 1).where(up.c.hash == path.c.parent)
+    return path.union_all(above)
 
 
 # Writes calls with their messages and trajectories, in the caller's transaction.

@@ -103,20 +103,13 @@ def record_decision(
     evidence: Mapping[str, Any],
 ) -> None:
     """Add a decision in the caller's transaction."""
-    connection.execute(
-        sa.insert(schema.decisions).values(
-            alias=alias,
-            version=version,
-            action=action,
-            decided_by=by,
-            reason=reason,
-            evidence=dict(evidence),
-            decided_at=time.time(),
-        )
-    )
+    row = {"alias": alias, "version": version, "action": action, "decided_by": by, "reason": reason}
+    row |= {"evidence": dict(evidence), "decided_at": time.time()}
+    connection.execute(sa.insert(schema.decisions).values(**row))
 
 
-# Queries over policy versions: what is served, what waits for a person, one version or all.
+# Policy versions: what is served, what waits for a person, one version or all; their registration, and where they are
+# served.
 
 # Built once: every proxy asks for it five times a second.
 _SERVING = (
@@ -126,8 +119,8 @@ _SERVING = (
 )
 
 
-class PolicyReads(Verbs):
-    """Queries over policy versions."""
+class PolicyVersions(Verbs):
+    """The versions of an alias: queries, and operations that add versions."""
 
     def serving(self) -> list[Policy]:
         """Return the versions of every alias that serve new trajectories."""
@@ -189,13 +182,6 @@ class PolicyReads(Verbs):
         table = schema.policies
         return self._records(Policy, sa.select(table).where(where).order_by(table.c.alias, table.c.version))
 
-
-# Registration of versions: the base model, versions that differ by their prompt, and where they are served.
-
-
-class PolicyRegistration(PolicyReads):
-    """Operations that add versions."""
-
     def register_base(self, alias: str, served_name: str) -> Policy:
         """Register version 0 of an alias: the base model that vLLM serves as `served_name`.
 
@@ -206,21 +192,8 @@ class PolicyRegistration(PolicyReads):
         base = sa.and_(table.c.alias == alias, table.c.adapter.is_(None))  # version 0 and its prompt versions
         with write(self._engine) as connection:
             _check_case(connection, alias)
-            insert_or_ignore(
-                connection,
-                table,
-                [
-                    {
-                        "alias": alias,
-                        "version": BASE_VERSION,
-                        "state": PolicyState.LIVE,
-                        "served_name": served_name,
-                        "adapter": None,
-                        "created_at": time.time(),
-                        "evidence": {},
-                    }
-                ],
-            )
+            row = {"alias": alias, "version": BASE_VERSION, "state": PolicyState.LIVE, "served_name": served_name}
+            insert_or_ignore(connection, table, [{**row, "created_at": time.time(), "evidence": {}}])
             connection.execute(sa.update(table).where(base).values(served_name=served_name))
         return self.get(alias, BASE_VERSION)
 
@@ -277,7 +250,7 @@ class PolicyRegistration(PolicyReads):
         Raises InvalidTransition if it is no longer a candidate, or no version is live.
         """
         table = schema.policies
-        mine = sa.and_(table.c.alias == alias, table.c.version == version, table.c.state == PolicyState.CANDIDATE)
+        mine = matches(table, alias=alias, version=version, state=PolicyState.CANDIDATE)
         with write(self._engine) as connection:
             change = sa.update(table).where(mine).values(prompt_id=_lock_live(connection, alias).prompt_id)
             if not connection.execute(change).rowcount:
@@ -286,10 +259,8 @@ class PolicyRegistration(PolicyReads):
 
     def record_replicas(self, alias: str, served_name: str, replicas: Sequence[str]) -> None:
         """Record the URLs of the replicas that serve the versions with this served name as they were trained."""
-        table = schema.policies
-        mine = sa.and_(table.c.alias == alias, table.c.served_name == served_name)
-        with write(self._engine) as connection:
-            connection.execute(sa.update(table).where(mine).values(replicas=list(replicas)))
+        mine = matches(schema.policies, alias=alias, served_name=served_name)
+        self._change(sa.update(schema.policies).where(mine).values(replicas=list(replicas)))
 
 
 def _check_case(connection: sa.Connection, alias: str) -> None:
@@ -333,7 +304,7 @@ def _check_prompt(connection: sa.Connection, alias: str, live: Any, prompt_id: s
 Evidence = Mapping[str, Any]
 
 
-class ServingDecisions(PolicyRegistration):
+class ServingDecisions(PolicyVersions):
     """Operations that change which versions serve."""
 
     def serving_of(self, alias: str) -> ServingVersions:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ratchet.store.records import PastScore, Tally
 from ratchet.store.reports.version_reports import read_unproven
@@ -205,17 +205,14 @@ def read_learning_report(store: Store, alias: str) -> LearningReport:
     """Return the learning report on the newest judge's scores, with the unproven versions; without figures if the
     scores are relative.
     """
-    unproven = read_unproven(store, alias)
-    return replace(_learning_report(store, alias), unproven=None if unproven is None else unproven.describe())
-
-
-def _learning_report(store: Store, alias: str) -> LearningReport:
-    judge = store.groups.newest_judge_version(alias)
+    judge, unproven = store.groups.newest_judge_version(alias), read_unproven(store, alias)
     if is_relative(store, alias, judge):
-        return relative_report()
-    rows = store.groups.score_tallies(alias, judge) if judge else []
-    unreleased = [one.version for one in store.policies.all(alias) if one.state in _UNRELEASED]
-    return learning_report(rows, recent_movements(store, alias), unreleased)
+        report = relative_report()
+    else:
+        rows = store.groups.score_tallies(alias, judge) if judge else []
+        unreleased = [one.version for one in store.policies.all(alias) if one.state in _UNRELEASED]
+        report = learning_report(rows, recent_movements(store, alias), unreleased)
+    return replace(report, unproven=None if unproven is None else unproven.describe())
 
 
 # The notes of the learning report: what is missing to decide, and why an interval is wide. Pure.
@@ -238,25 +235,17 @@ def more_scores(difference: float, before: float, after: float, count: int, z: f
     return more if more <= MAX_MORE_SCORES else None
 
 
-def describe_gaps(
-    whole: FamilyReport, versions: Sequence[VersionScore], enough: int, newest_first: Sequence[Movement]
-) -> tuple[str, ...]:
-    """Return the notes on a comparison of all traffic."""
-    return tuple(_notes(whole, versions, enough, newest_first))
-
-
-def _notes(
-    whole: FamilyReport, versions: Sequence[VersionScore], enough: int, newest_first: Sequence[Movement]
-) -> Iterator[str]:
+def _notes(whole: FamilyReport, versions: Sequence[VersionScore], newest_first: Sequence[Movement]) -> Iterator[str]:
+    """Yield the notes on a comparison of all traffic."""
     if whole.gain.verdict == "unknown":
         yield _undecided(whole)
-    yield _pooled("before", whole.before, versions, enough)
-    yield _pooled("after", whole.after, versions, enough)
+    yield _pooled("before", whole.before, versions)
+    yield _pooled("after", whole.after, versions)
     between = [one for one in versions if whole.before.last_version < one.version < whole.after.first_version]
     if between:
         own = _versions(between[0].version, between[-1].version)
         yield f"left out: {own}, between the two sides"
-    if whole.same_tasks is not None and _is_wide(whole.same_tasks, whole.gain):
+    if whole.same_tasks is not None and whole.same_tasks.width > 1.5 * whole.gain.width:
         yield _few_tasks(whole.same_tasks)
     if whole.gain.verdict != "better" and (stall := describe_stall(newest_first)) is not None:
         yield stall
@@ -275,18 +264,14 @@ def _undecided(whole: FamilyReport) -> str:
     )
 
 
-def _pooled(name: str, side: Side, versions: Sequence[VersionScore], enough: int) -> str:
+def _pooled(name: str, side: Side, versions: Sequence[VersionScore]) -> str:
     own = _versions(side.first_version, side.last_version)
     if side.first_version == side.last_version:
         which = "oldest" if name == "before" else "newest"
-        return f"{name}: {own} alone, the {which}, has the {enough} scores that a side needs"
+        return f"{name}: {own} alone, the {which}, has the {MIN_SCORES_PER_SIDE} scores that a side needs"
     end = side.first_version if name == "before" else side.last_version
     count = next(one.count for one in versions if one.version == end)
-    return f"{name}: {own} together, since @{end} alone has {count} scores and a side needs {enough}"
-
-
-def _is_wide(same_tasks: Gain, whole: Gain) -> bool:
-    return same_tasks.high - same_tasks.low > 1.5 * (whole.high - whole.low)
+    return f"{name}: {own} together, since @{end} alone has {count} scores and a side needs {MIN_SCORES_PER_SIDE}"
 
 
 def _few_tasks(gain: Gain) -> str:
@@ -296,8 +281,8 @@ def _few_tasks(gain: Gain) -> str:
     )
     if gain.verdict != "unknown" or not gain.value:
         return text
-    reach = (gain.high - gain.low) / 2
-    return f"{text}; about {math.ceil(gain.count * (reach / gain.value) ** 2)} tasks would decide at this spread"
+    tasks = math.ceil(gain.count * (gain.width / 2 / gain.value) ** 2)
+    return f"{text}; about {tasks} tasks would decide at this spread"
 
 
 def _versions(first: int, last: int) -> str:
@@ -330,6 +315,11 @@ class Gain:
     def verdict(self) -> str:
         """`better`, `worse`, or `unknown` if the interval contains zero."""
         return "better" if self.low > 0 else "worse" if self.high < 0 else "unknown"
+
+    @property
+    def width(self) -> float:
+        """Of its interval."""
+        return self.high - self.low
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +363,7 @@ RELATIVE_SCORES_NOTE = (
     "itself"
 )
 ALL_FAMILIES = "all"
+_Key = TypeVar("_Key", int, str)
 _Z = statistics.NormalDist().inv_cdf(0.975)
 
 Range = tuple[float, float]  # what a score can be
@@ -410,7 +401,7 @@ def learning_report(
 
     `newest_first`: how far the last rounds moved the policy; `left_out`: versions that are in the curve alone.
     """
-    scored, reach = _by_version(rows), _reach(rows)
+    scored, reach = _grouped(rows, lambda one: one.version), _reach(rows)
     curve = tuple(_version_score(version, scored[version], reach) for version in sorted(scored))
     versions = {version: found for version, found in scored.items() if version not in left_out}
     if len(versions) < 2:
@@ -419,10 +410,8 @@ def learning_report(
     sides = _sides(versions)
     if sides is None:
         count = sum(_sums(one).count for one in versions.values())
-        text = (
-            f"each side needs {MIN_SCORES_PER_SIDE} scores; there are {count} in all, {_lacking(versions)} are missing"
-        )
-        return LearningReport((), curve, text)
+        needed = f"each side needs {MIN_SCORES_PER_SIDE} scores"
+        return LearningReport((), curve, f"{needed}; there are {count} in all, {_lacking(versions)} are missing")
     before, after = sides
     names = sorted({one.family for one in before} & {one.family for one in after})
     reports = [_report(ALL_FAMILIES, before, after, reach)]
@@ -431,7 +420,7 @@ def learning_report(
             _report(n, [x for x in before if x.family == n], [x for x in after if x.family == n], reach) for n in names
         ]
     compared = [one for one in curve if one.version in versions]
-    notes = describe_gaps(reports[0], compared, MIN_SCORES_PER_SIDE, newest_first)
+    notes = tuple(_notes(reports[0], compared, newest_first))
     if unreleased := ", ".join(f"@{version}" for version in sorted(scored.keys() - versions.keys())):
         notes += (f"left out: {unreleased}, rejected or in a ramp",)
     return LearningReport(tuple(reports), curve, None, notes)
@@ -452,11 +441,11 @@ def to_dict(report: LearningReport) -> dict[str, Any]:
     return content
 
 
-def _by_version(rows: Sequence[Tally]) -> dict[int, list[Tally]]:
-    versions: dict[int, list[Tally]] = {}
+def _grouped(rows: Iterable[Tally], key: Callable[[Tally], _Key]) -> dict[_Key, list[Tally]]:
+    groups: dict[_Key, list[Tally]] = {}
     for one in rows:
-        versions.setdefault(one.version, []).append(one)
-    return versions
+        groups.setdefault(key(one), []).append(one)
+    return groups
 
 
 def _sides(versions: Mapping[int, list[Tally]]) -> tuple[list[Tally], list[Tally]] | None:
@@ -518,13 +507,8 @@ def _squared_errors(before: Sequence[Tally], after: Sequence[Tally], reach: Rang
 
 def _same_tasks(before: Sequence[Tally], after: Sequence[Tally], reach: Range) -> Gain | None:
     """Return the mean gain over the tasks on both sides."""
-    means: list[dict[str, float]] = []
-    for side in (before, after):
-        tasks: dict[str, list[Tally]] = {}
-        for one in side:
-            tasks.setdefault(one.cohort, []).append(one)
-        means.append({task: _sums(found).mean for task, found in tasks.items()})
-    gains = [means[1][task] - means[0][task] for task in means[0] if task in means[1]]
+    sides = [_grouped(side, lambda one: one.cohort) for side in (before, after)]
+    gains = [_sums(sides[1][task]).mean - _sums(sides[0][task]).mean for task in sides[0] if task in sides[1]]
     if len(gains) < 2:
         return None
     low, high = interval(gains, reach[1] - reach[0])

@@ -33,16 +33,121 @@ from ratchet.store.states import FINISH, GROUP_TRANSITIONS, GroupState, PolicySt
 from ratchet.store.statistics import Sums
 from ratchet.store.training.rounds import read_teacher_scores, replace_teacher_scores
 
-# Drops many groups at once, with their members and a reason.
-#
-# Guarantees: a drop is one transaction; groups that another process changed meanwhile are left alone.
-
 _UNTRAINED_GROUPS = (GroupState.READY, GroupState.JUDGED)  # wait for a judge or a round
 _UNTRAINED_TRAJECTORIES = (TrajectoryState.SEALED, TrajectoryState.GROUPED)  # wait for a group or a round
 
 
-class GroupDrops(Verbs):
-    """Operations that drop several groups."""
+def _drop_members(
+    connection: sa.Connection, theirs: sa.ColumnElement[bool], of_group: sa.ColumnElement[bool], reason: str
+) -> int:
+    """Drop these trajectories if they were not trained, and then their groups if nothing is left of them."""
+    groups, trajectories = schema.groups, schema.trajectories
+    gone = {"state": TrajectoryState.DROPPED, "drop_reason": reason}
+    untrained = sa.update(trajectories).where(theirs, trajectories.c.state.in_(_UNTRAINED_TRAJECTORIES))
+    dropped = connection.execute(untrained.values(**gone)).rowcount
+    if dropped:
+        left = sa.exists().where(
+            trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
+        )
+        emptied = sa.update(groups).where(of_group, groups.c.state.in_(_UNTRAINED_GROUPS), ~left)
+        connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
+    return dropped
+
+
+def _drop_untrained(connection: sa.Connection, group_ids: Sequence[str], reason: str) -> int:
+    """Drop the untrained ones of these groups, with their members; return their number."""
+    groups, trajectories = schema.groups, schema.trajectories
+    open_ones = sa.update(groups).where(matches(groups, id=group_ids, state=_UNTRAINED_GROUPS)).returning(groups.c.id)
+    dropped = list(connection.scalars(open_ones.values(state=GroupState.DROPPED, drop_reason=reason)))
+    grouped = matches(trajectories, group_id=dropped, state=TrajectoryState.GROUPED)
+    connection.execute(sa.update(trajectories).where(grouped).values(state=TrajectoryState.DROPPED, drop_reason=reason))
+    return len(dropped)
+
+
+_UNGROUPED = (TrajectoryState.OPEN, TrajectoryState.SEALED)
+
+
+def _take(connection: sa.Connection, alias: str, group: str, members: Sequence[str], now: float) -> None:
+    """Seal the members that are open, and put all of them into the group."""
+    trajectories = schema.trajectories
+    mine = matches(trajectories, id=members, alias=alias, purpose=GATHERED, state=_UNGROUPED)
+    sealed_at = sa.func.coalesce(trajectories.c.sealed_at, now)
+    grouped = {"state": TrajectoryState.GROUPED, "group_id": group, "sealed_at": sealed_at, "sealed_by": FINISH}
+    count = connection.execute(sa.update(trajectories).where(mine).values(**grouped)).rowcount
+    if count != len(members):
+        raise InvalidTransition(
+            f"{len(members) - count} of {len(members)} members are no gathered trajectories of {alias}, or were "
+            "trained or dropped"
+        )
+
+
+def add_verdicts(
+    connection: sa.Connection, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest]
+) -> None:
+    """Add verdicts, and the requests of judges behind them, in the caller's transaction."""
+    if judge_requests:
+        requests = [truncate_row(schema.judge_requests, msgspec.structs.asdict(one)) for one in judge_requests]
+        connection.execute(sa.insert(schema.judge_requests), requests)
+    rows: list[dict[str, Any]] = [
+        truncate_row(schema.verdicts, msgspec.structs.asdict(verdict)) | {"components": dict(verdict.components)}
+        for verdict in verdicts
+    ]
+    if rows:
+        connection.execute(sa.insert(schema.verdicts), rows)
+
+
+# Groups are formed of sealed trajectories, judged, then trained or dropped with a reason. Those that come with their
+# scores are trained on request.
+#
+# Guarantees: a trajectory joins one group, in one transaction; all groups of a request are formed, scored and ready for
+# a round in one transaction, or none; verdicts are only added. A drop is one transaction; groups that another process
+# changed meanwhile are left alone.
+
+
+class Groups(Verbs):
+    """Operations on groups and verdicts."""
+
+    def create(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
+        """Form a group of sealed trajectories. Raises InvalidTransition if one of them is not sealed any more."""
+        values: dict[str, Any] = {
+            "id": new_id("grp"),
+            "key": key,
+            "alias": alias,
+            "state": GroupState.READY,
+            "formed_at": now,
+        }
+        sealed = sa.update(schema.trajectories).where(
+            matches(schema.trajectories, id=members, state=TrajectoryState.SEALED)
+        )
+        with write(self._engine) as connection:
+            connection.execute(sa.insert(schema.groups).values(**values))
+            grouped = sealed.values(state=TrajectoryState.GROUPED, group_id=values["id"])
+            if (count := connection.execute(grouped).rowcount) != len(members):
+                raise InvalidTransition(f"{len(members) - count} of {len(members)} members are not sealed")
+        return Group(**values, members=tuple(members), initial_size=len(members))
+
+    def create_scored(self, alias: str, groups: Mapping[str, Sequence[Verdict]], now: float) -> list[str]:
+        """Form groups of gathered trajectories by key, each with the verdicts of its members; return their ids.
+
+        They wait for a round. Raises InvalidTransition if a member is not a gathered trajectory of the alias, or was
+        trained or dropped; then nothing is written.
+        """
+        created: list[str] = []
+        with write(self._engine) as connection:
+            for key, verdicts in groups.items():
+                group = new_id("grp")
+                values = {"id": group, "key": key, "alias": alias, "state": GroupState.JUDGED, "formed_at": now}
+                connection.execute(sa.insert(schema.groups).values(**values))
+                _take(connection, alias, group, [one.trajectory_id for one in verdicts], now)
+                add_verdicts(connection, [msgspec.structs.replace(one, group_id=group) for one in verdicts], ())
+                created.append(group)
+        return created
+
+    def count_gathered(self) -> int:
+        """Return the number of sealed trajectories that are grouped and trained on request only."""
+        table = schema.trajectories
+        waiting = matches(table, state=TrajectoryState.SEALED, purpose=GATHERED)
+        return int(self._value(sa.select(sa.func.count()).select_from(table).where(waiting)))
 
     def drop_counts(self, alias: str | None = None) -> dict[str, int]:
         """Return the number of dropped groups, of one alias or of all, by reason."""
@@ -102,137 +207,6 @@ class GroupDrops(Verbs):
             return 0
         with write(self._engine) as connection:
             return sum(_drop_untrained(connection, some, reason) for some in chunks(found))
-
-
-def _drop_members(
-    connection: sa.Connection, theirs: sa.ColumnElement[bool], of_group: sa.ColumnElement[bool], reason: str
-) -> int:
-    """Drop these trajectories if they were not trained, and then their groups if nothing is left of them."""
-    groups, trajectories = schema.groups, schema.trajectories
-    gone = {"state": TrajectoryState.DROPPED, "drop_reason": reason}
-    untrained = sa.update(trajectories).where(theirs, trajectories.c.state.in_(_UNTRAINED_TRAJECTORIES))
-    dropped = connection.execute(untrained.values(**gone)).rowcount
-    if dropped:
-        left = sa.exists().where(
-            trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
-        )
-        emptied = sa.update(groups).where(of_group, groups.c.state.in_(_UNTRAINED_GROUPS), ~left)
-        connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
-    return dropped
-
-
-def _drop_untrained(connection: sa.Connection, group_ids: Sequence[str], reason: str) -> int:
-    """Drop the untrained ones of these groups, with their members; return their number."""
-    groups, trajectories = schema.groups, schema.trajectories
-    open_ones = sa.update(groups).where(matches(groups, id=group_ids, state=_UNTRAINED_GROUPS)).returning(groups.c.id)
-    dropped = list(connection.scalars(open_ones.values(state=GroupState.DROPPED, drop_reason=reason)))
-    grouped = matches(trajectories, group_id=dropped, state=TrajectoryState.GROUPED)
-    connection.execute(sa.update(trajectories).where(grouped).values(state=TrajectoryState.DROPPED, drop_reason=reason))
-    return len(dropped)
-
-
-# Writes verdicts, and groups that come with their scores: a caller trains them on request.
-#
-# Guarantees: all groups of a request are formed, scored and ready for a round in one transaction, or none; verdicts are
-# only added.
-
-_UNGROUPED = (TrajectoryState.OPEN, TrajectoryState.SEALED)
-
-
-class ScoredGroups(Verbs):
-    """Operations on groups that come with their scores."""
-
-    def create_scored(self, alias: str, groups: Mapping[str, Sequence[Verdict]], now: float) -> list[str]:
-        """Form groups of gathered trajectories by key, each with the verdicts of its members; return their ids.
-
-        They wait for a round. Raises InvalidTransition if a member is not a gathered trajectory of the alias, or was
-        trained or dropped; then nothing is written.
-        """
-        created: list[str] = []
-        with write(self._engine) as connection:
-            for key, verdicts in groups.items():
-                group = new_id("grp")
-                connection.execute(
-                    sa.insert(schema.groups).values(
-                        id=group, key=key, alias=alias, state=GroupState.JUDGED, formed_at=now
-                    )
-                )
-                _take(connection, alias, group, [one.trajectory_id for one in verdicts], now)
-                add_verdicts(connection, [msgspec.structs.replace(one, group_id=group) for one in verdicts], ())
-                created.append(group)
-        return created
-
-    def count_gathered(self) -> int:
-        """Return the number of sealed trajectories that are grouped and trained on request only."""
-        table = schema.trajectories
-        waiting = matches(table, state=TrajectoryState.SEALED, purpose=GATHERED)
-        return int(self._value(sa.select(sa.func.count()).select_from(table).where(waiting)))
-
-
-def _take(connection: sa.Connection, alias: str, group: str, members: Sequence[str], now: float) -> None:
-    """Seal the members that are open, and put all of them into the group."""
-    trajectories = schema.trajectories
-    mine = matches(trajectories, id=members, alias=alias, purpose=GATHERED, state=_UNGROUPED)
-    sealed_at = sa.func.coalesce(trajectories.c.sealed_at, now)
-    taken = connection.execute(
-        sa.update(trajectories)
-        .where(mine)
-        .values(state=TrajectoryState.GROUPED, group_id=group, sealed_at=sealed_at, sealed_by=FINISH)
-    )
-    if taken.rowcount != len(members):
-        raise InvalidTransition(
-            f"{len(members) - taken.rowcount} of {len(members)} members are no gathered trajectories of {alias}, or "
-            "were trained or dropped"
-        )
-
-
-def add_verdicts(
-    connection: sa.Connection, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest]
-) -> None:
-    """Add verdicts, and the requests of judges behind them, in the caller's transaction."""
-    if judge_requests:
-        requests = [truncate_row(schema.judge_requests, msgspec.structs.asdict(one)) for one in judge_requests]
-        connection.execute(sa.insert(schema.judge_requests), requests)
-    rows: list[dict[str, Any]] = [
-        truncate_row(schema.verdicts, msgspec.structs.asdict(verdict)) | {"components": dict(verdict.components)}
-        for verdict in verdicts
-    ]
-    if rows:
-        connection.execute(sa.insert(schema.verdicts), rows)
-
-
-# Groups and verdicts: groups are formed of sealed trajectories, judged, then trained or dropped with a reason.
-#
-# Guarantees: a trajectory joins one group, in one transaction; verdicts are only added.
-
-
-class Groups(GroupDrops, ScoredGroups):
-    """Operations on groups and verdicts."""
-
-    def create(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
-        """Form a group of sealed trajectories. Raises InvalidTransition if one of them is not sealed any more."""
-        group = Group(
-            id=new_id("grp"),
-            key=key,
-            alias=alias,
-            state=GroupState.READY,
-            formed_at=now,
-            members=tuple(members),
-            initial_size=len(members),
-        )
-        trajectories = schema.trajectories
-        with write(self._engine) as connection:
-            connection.execute(
-                sa.insert(schema.groups).values(id=group.id, key=key, alias=alias, state=group.state, formed_at=now)
-            )
-            taken = connection.execute(
-                sa.update(trajectories)
-                .where(matches(trajectories, id=members, state=TrajectoryState.SEALED))
-                .values(state=TrajectoryState.GROUPED, group_id=group.id)
-            )
-            if taken.rowcount != len(members):
-                raise InvalidTransition(f"{len(members) - taken.rowcount} of {len(members)} members are not sealed")
-        return group
 
     def awaiting_verdict(self, alias: str, now: float, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
         """Return an alias's groups that may be judged now, oldest or newest first."""

@@ -111,10 +111,10 @@ def _of_version(connection: sa.Connection, alias: str, version: int) -> VersionB
     called, answers, truncated = _calls(connection, names)
     tools, per_tool, invalid, known, failed = _tool_calls(connection, names)
     times = times_by_tool(connection, names) if known else {}
-    means = {
-        "calls": [float(called[name][0]) for name in names],
-        "tool_calls": [float(tools[name]) for name in names],
-        "sampled_tokens": [float(called[name][1]) for name in names],
+    means: dict[str, Sequence[float]] = {
+        "calls": [called[name][0] for name in names],
+        "tool_calls": [tools[name] for name in names],
+        "sampled_tokens": [called[name][1] for name in names],
         "seconds": list(seconds.values()),
     }
     return VersionBehavior(
@@ -209,7 +209,10 @@ def times_by_tool(connection: sa.Connection, trajectories: Sequence[str]) -> dic
     for tool, call, choice in connection.execute(query):
         if (call, choice) in waits:
             found[tool].append(waits[call, choice])
-    return {tool: _time(sorted(seconds)) for tool, seconds in found.items()}
+    return {
+        tool: ToolTime(len(seconds), *(nearest_rank(sorted(seconds), share) for share in (0.5, 0.95)))
+        for tool, seconds in found.items()
+    }
 
 
 def _waits(connection: sa.Connection, trajectories: Sequence[str]) -> Mapping[tuple[str, int], float]:
@@ -223,10 +226,6 @@ def _waits(connection: sa.Connection, trajectories: Sequence[str]) -> Mapping[tu
         if (end := ends.get(row.parent_call)) is not None:
             waits.setdefault((row.parent_call, row.parent_choice), max(0.0, row.started_at - end))
     return waits
-
-
-def _time(ordered: Sequence[float]) -> ToolTime:
-    return ToolTime(count=len(ordered), p50=nearest_rank(ordered, 0.5), p95=nearest_rank(ordered, 0.95))
 
 
 # How long trajectories wait on their way from the first call to a version that was trained on them. Reads only.
@@ -260,7 +259,11 @@ class WaitingTimes(Verbs):
         """
         with read(self._engine) as connection:
             found = _of_trajectories(connection, alias) | _of_rounds(connection, alias)
-        return [_percentiles(stage, values) for stage, values in found.items() if values]
+        return [
+            WaitingTime(stage, len(values), *(nearest_rank(sorted(values), share) for share in (0.5, 0.9, 0.99)))
+            for stage, values in found.items()
+            if values
+        ]
 
 
 def _of_trajectories(connection: sa.Connection, alias: str) -> dict[str, list[float]]:
@@ -272,14 +275,13 @@ def _of_trajectories(connection: sa.Connection, alias: str) -> dict[str, list[fl
     query = (
         sa.select(
             newest.c.opened_at, newest.c.last_active_at, newest.c.sealed_at, groups.c.formed_at,
-            judged.scalar_subquery().label("judged_at"), rounds.c.started_at,
+            judged.scalar_subquery(), rounds.c.started_at,
         )
         .join(groups, groups.c.id == newest.c.group_id)
         .join(rounds, rounds.c.id == newest.c.round_id)
     )  # fmt: skip
     stages: dict[str, list[float]] = {name: [] for name in ("rollout", "sealing", "grouping", "judging", "round")}
-    for row in connection.execute(query):
-        times = (row.opened_at, row.last_active_at, row.sealed_at, row.formed_at, row.judged_at, row.started_at)
+    for times in connection.execute(query):
         for stage, begin, end in zip(stages, times, times[1:], strict=False):
             if begin is not None and end is not None:
                 stages[stage].append(max(0.0, end - begin))
@@ -303,9 +305,3 @@ def _of_rounds(connection: sa.Connection, alias: str) -> dict[str, list[float]]:
         "serving": [max(0.0, served[row.to_version] - end) for row, end in ends if row.to_version in served],
         "learner_idle": [max(0.0, later.started_at - end) for (_, end), (later, _) in itertools.pairwise(ends)],
     }
-
-
-def _percentiles(stage: str, values: Sequence[float]) -> WaitingTime:
-    ordered = sorted(values)
-    p50, p90, p99 = (nearest_rank(ordered, share) for share in (0.5, 0.9, 0.99))
-    return WaitingTime(stage=stage, count=len(ordered), p50=p50, p90=p90, p99=p99)
