@@ -41,18 +41,12 @@ from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
 from ratchet.tuner.tasks import ImportedTasks
 
-# The settings that arguments and options of all methods are: name -> path.
+# The settings that arguments of all methods are: name -> path.
 SETTINGS: Final[Mapping[str, str]] = {
     **{name: f"tuner.{name}" for name in ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")},
     **{"judge": "trainer.judge", "base_model": "base_model", "project": "project"},
 }
-_OPTIONS: Final = {"model": "model", "store": "store", "proxy": "tuner.proxy_url"}  # of commands alone
 _HEALTH_TIMEOUT = 5.0  # seconds
-
-
-def setting_names(given: Mapping[str, Any], names: Mapping[str, str] = SETTINGS) -> dict[str, Any]:
-    """Return the options of a command that are settings, by their paths."""
-    return {path: given[name] for name, path in (_OPTIONS | dict(names)).items() if name in given}
 
 
 def open_store(url: str, *, create: bool = True) -> closing[Store]:

@@ -13,9 +13,9 @@ from ratchet.commands.tune import (
     draw,
     limit,
     png,
+    print_result,
     resume_comparison,
     score_range,
-    settings_of,
     split,
 )
 
@@ -33,9 +33,7 @@ _EXIT_CODES = {"better": 0, "tied": 3, "inconclusive": 3, "worse": 4}
 @add_rollout_options
 @options.as_json
 @click.pass_context
-def evaluate(
-    context: click.Context, /, model: str | None, against: str | None, png: Path | None, as_json: bool, **given: Any
-) -> int:
+def evaluate(context: click.Context, /, model: str | None, against: str | None, png: Path | None, **given: Any) -> int:
     """Compare a model or version with another one on a task set, task by task.
 
     Nothing is trained. Exits with 0 if the model is better, 3 if no difference is shown, 4 if it is worse, and 1 on
@@ -53,10 +51,12 @@ def evaluate(
         return 0
     if model is None and given["resume"] is None:
         raise click.UsageError("name a model (--model policy@4) or one of the commands that --help lists")
+    import msgspec
+
     from ratchet.api import evaluate, reports
     from ratchet.api.context import serves_agent
 
-    settings = settings_of(context, given)
+    settings = options.read_agent_settings(context)
     baseline_name = against or (settings.model if serves_agent(settings) else None)
     candidates = (baseline_name, model or "") if baseline_name else (model or "",)  # a resumed run has its own
     own = {name: given[name] for name in ("split", "limit", "score_range", "resume")}
@@ -64,15 +64,14 @@ def evaluate(
     request, found = evaluate.compare(settings, wanted)
     baseline, measured = request.candidates[0], request.candidates[-1]
     pair = found.ranking.pair(measured, baseline) if measured != baseline else None
-    if as_json:
-        import msgspec
+    both = {} if pair is None else {"pair": msgspec.to_builtins(pair), "verdict": str(pair.verdict)}
 
-        both = {} if pair is None else {"pair": msgspec.to_builtins(pair), "verdict": str(pair.verdict)}
-        options.print_json(evaluate.plain(found) | both)
-    else:
+    def printed() -> None:
         reports.show_selection(found, with_choice=False)
         if pair is not None:
             click.echo(f"{pair.candidate} against {pair.against}: {pair.verdict}: {pair.describe()}")
+
+    print_result(evaluate.plain(found) | both, printed)
     draw(reports.draw_selection, found, png)
     if not found.measured:
         return 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output import strip_control_characters
+from ratchet.output import show
 
 if TYPE_CHECKING:
     from ratchet.tuner.tasks import ImportedTasks
@@ -81,8 +81,6 @@ def import_(
       ratchet tasks import questions.csv --test-size 0.2
       cd examples/verifiers && ratchet tasks import verifiers:math_calculator --test-size 0.2
     """
-    import dataclasses
-
     from ratchet.output import progress_bars
     from ratchet.tuner.tasks import open_source
 
@@ -92,10 +90,9 @@ def import_(
     with progress_bars() as report_progress:
         on_row = _every(_ROWS_PER_UPDATE, lambda rows: report_progress("importing", rows, None))
         made = _imported(context, project).add(opened, name or opened.name, replace=replace, on_row=on_row)
+    show(made, [f"{made.name}: {_counts(made.splits)}"])
     if as_json:
-        options.print_json(dataclasses.asdict(made))
         return
-    click.echo(f"{made.name}: {_counts(made.splits)}")
     for split, rows in made.duplicates.items():
         click.echo(f"{rows} rows of {split} are duplicates and were skipped", err=True)
     if made.in_several:
@@ -113,15 +110,9 @@ def list_(context: click.Context, project: str | None, as_json: bool) -> None:
     Example:
       ratchet tasks list
     """
-    import dataclasses
-
     found = _imported(context, project).all()
-    if as_json:
-        options.print_json([dataclasses.asdict(one) for one in found])
-        return
-    for one in found:
-        click.echo(f"{one.name}  {_counts(one.splits)}  from {strip_control_characters(one.source)}")
-    if not found:
+    show(found, (f"{one.name}  {_counts(one.splits)}  from {one.source}" for one in found))
+    if not found and not as_json:
         click.echo("no task set is imported: use `ratchet tasks import SOURCE --name NAME`", err=True)
 
 

@@ -9,29 +9,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ratchet import options
-from ratchet.output import format_time, strip_control_characters
+from ratchet.output import format_time, print_json, print_note, show
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.store.operation_records import Tuning
+    from ratchet.store.store import Store
 
 EXIT_NOT_BETTER = 3  # exit code without a better result, with --fail-unless-better
 KINDS = ("select-model", "prompt", "weights", "eval", "lessons", "doctor")
 _MAX_RUNS = 1000  # newest runs that are read
+_ONE_OR_MORE = click.IntRange(1)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-split = click.option("--split", default="test", show_default=True, help="Split of the task set.")
-limit = click.option("--limit", type=click.IntRange(1), help="Use only the first N tasks of the split.")
 score_range = click.option(
     "--score-range", type=(float, float), metavar="LOW HIGH", help="Range of the judge's scores.  [default: 0 1]"
 )
-resume_comparison = click.option(
-    "--resume", metavar="ID", help="Resume a stopped run; finished rollouts are kept."
-)  # fmt: skip
+resume_comparison = click.option("--resume", metavar="ID", help="Resume a stopped run; finished rollouts are kept.")
+split = click.option("--split", default="test", show_default=True, help="Split of the task set.")
+limit = click.option("--limit", type=click.IntRange(1), help="Use only the first N tasks of the split.")
 fail_unless_better = click.option(
-    "--fail-unless-better",
-    is_flag=True,
-    help=f"Exit with {EXIT_NOT_BETTER} unless something is shown to be better.",
+    "--fail-unless-better", is_flag=True, help=f"Exit with {EXIT_NOT_BETTER} unless something is shown to be better."
 )
 
 
@@ -59,15 +57,26 @@ def add_rollout_options(command: _Command) -> _Command:
     return command
 
 
-def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
-    """Return the settings of the project's agent, overridden by the options of `add_rollout_options`."""
-    from ratchet.api.context import setting_names
+def with_agent(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass the settings of the project's agent to a command, in place of its options that are settings."""
+    return options.with_settings(options.read_agent_settings)(command)
 
-    return options.read_agent_settings(context, setting_names(given))
+
+def print_result(data: Any, printed: Callable[[], object]) -> None:
+    """Print a result: as JSON with --json, else by `printed`."""
+    if click.get_current_context().params["as_json"]:
+        print_json(data)
+    else:
+        printed()
 
 
 def _count(name: str, least: int, text: str) -> Callable[[_Command], _Command]:
     return click.option(f"--{name}", type=click.IntRange(least), help=text)
+
+
+def _prompt(name: str, text: str, **given: Any) -> Callable[[_Command], _Command]:
+    """Return an option that is a setting of `tuner.prompt`."""
+    return options.setting(f"tuner.prompt.{name.replace('-', '_')}", f"--{name}", help=text, **given)
 
 
 @click.group(cls=options.PluginGroup, plugins="ratchet.tune_commands")
@@ -101,10 +110,8 @@ def tune() -> None:
 @add_rollout_options
 @fail_unless_better
 @options.as_json
-@click.pass_context
-def select_model(
-    context: click.Context, /, png: Path | None, fail_unless_better: bool, as_json: bool, **given: Any
-) -> int:
+@with_agent
+def select_model(settings: Settings, *, png: Path | None, fail_unless_better: bool, **own: Any) -> int:
     """Compare models or versions on the same tasks and choose one: the best, or the cheapest within a margin of it.
 
     Every candidate gets every task, in alternating order. A failed rollout counts as a failure. The gain is measured
@@ -120,16 +127,15 @@ def select_model(
     """
     from ratchet.api import evaluate, reports
 
-    own = ("candidates", "split", "limit", "policy", "within", "score_range", "resume")
-    wanted = evaluate.ComparisonOptions("select-model", **{name: given[name] for name in own})
-    _, found = evaluate.compare(settings_of(context, given), wanted)
-    if as_json:
-        options.print_json(evaluate.plain(found))
-    else:
+    _, found = evaluate.compare(settings, evaluate.ComparisonOptions("select-model", **own))
+
+    def printed() -> None:
         reports.show_selection(found)
         alias, at, version = (found.chosen or "").partition("@")
         if at:
             click.echo(f"make it live with: ratchet policies promote {alias} {version} --reason 'select-model'")
+
+    print_result(evaluate.plain(found), printed)
     draw(reports.draw_selection, found, png)
     if not found.measured:
         return 1
@@ -137,20 +143,18 @@ def select_model(
 
 
 @tune.command()
-@click.option("--method", metavar="NAME", help="Optimizer: gepa, mipro or a plug-in.  [default: gepa]")
-@_count("max-rollouts", 1, "Limit of all rollouts.  [default: 300, plus those on held-out tasks]")
-@_count("max-total-tokens", 1, "Token limit, agent and reflection model together.")
+@_prompt("method", "Optimizer: gepa, mipro or a plug-in.  [default: gepa]", metavar="NAME")
+@_prompt("max-rollouts", "Limit of all rollouts.  [default: 300, plus those on held-out tasks]", type=_ONE_OR_MORE)
+@_prompt("max-total-tokens", "Token limit, agent and reflection model together.", type=_ONE_OR_MORE)
 @click.option("--reflection-url", metavar="URL", help="Base URL of the language model that proposes prompts.")
 @click.option("--reflection-model", metavar="NAME", help="Name of that model; without a URL, one of `model_list`.")
 @click.option(
     "--seed-prompt", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Start from this text file."
 )
-@click.option(
-    "--mode", type=click.Choice(["auto", "replace", "append"]), help="How the prompt is applied.  [default: auto]"
-)
-@_count("train-tasks", 1, "Maximum number of training tasks.  [default: 40]")
-@_count("validation-tasks", 1, "Maximum number of validation tasks.  [default: 40]")
-@_count("held-out-tasks", 1, "Maximum number of held-out tasks.  [default: the test split]")
+@_prompt("mode", "How the prompt is applied.  [default: auto]", type=click.Choice(["auto", "replace", "append"]))
+@_prompt("train-tasks", "Maximum number of training tasks.  [default: 40]", type=_ONE_OR_MORE)
+@_prompt("validation-tasks", "Maximum number of validation tasks.  [default: 40]", type=_ONE_OR_MORE)
+@_prompt("held-out-tasks", "Maximum number of held-out tasks.  [default: the test split]", type=_ONE_OR_MORE)
 @click.option("--resume", metavar="ID", help="Resume a run that was stopped or killed; finished rollouts are kept.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the best prompt to this file.")
 @click.option("--promote", is_flag=True, help="If the prompt is better, create a candidate version with it.")
@@ -190,23 +194,19 @@ def prompt(
     import msgspec
 
     from ratchet.api import reports, runs, tune_prompt
-    from ratchet.api.context import setting_names
 
     if resume is not None:
         tune_prompt.check_resumption(resume, given)
-        names = {"concurrency": "tuner.concurrency", "project": "project"}
-        values = setting_names({name: given[name] for name in ("proxy", "store", *names)}, names)
-        run, found = tune_prompt.resume_run(options.read_project_settings(context, values), resume)
+        run, found = tune_prompt.resume_run(options.read_project_settings(context), resume)
     else:
-        named = setting_names(given, tune_prompt.SETTINGS)
-        named |= tune_prompt.reflection_setting(given["reflection_url"], given["reflection_model"])
-        model = named.pop("model")
-        settings = options.read_project_settings(context, named)
+        values = options.given_settings(context)
+        values |= tune_prompt.reflection_setting(given["reflection_url"], given["reflection_model"])
+        model, file = given["model"], given["seed_prompt"]
+        settings = options.read_project_settings(context, values)
         if model not in settings.listed_models:
-            settings, model = options.read_agent_settings(context, named | {"model": model}), None
+            settings, model = options.read_agent_settings(context, values | {"model": model}), None
         elif promote:
             raise click.UsageError(f"--promote: {model} is a model of model_list and has no versions; use --out FILE")
-        file: Path | None = given["seed_prompt"]
         run, found = tune_prompt.start_run(settings, None if file is None else file.read_text(), model=model)
     better, version = found.details["verdict"] == "better", None
     if promote and better:
@@ -214,26 +214,19 @@ def prompt(
             version = runs.create_candidate(store, run)
     if out is not None:
         out.write_text(found.details["prompt"])
-    if as_json:
-        options.print_json({"id": run, **msgspec.to_builtins(found), "promoted": version})
-    else:
-        for line in reports.prompt_lines(run, found):
-            click.echo(strip_control_characters(line))
-        if promote:
-            click.echo(f"candidate {version}: see `ratchet policies`" if version else "not promoted: it is not better")
+    lines = reports.prompt_lines(run, found)
+    if promote:
+        lines.append(f"candidate {version}: see `ratchet policies`" if version else "not promoted: it is not better")
+    show({"id": run, **msgspec.to_builtins(found), "promoted": version}, lines)
     return EXIT_NOT_BETTER if fail_unless_better and not better else 0
 
 
 @tune.command("promote")
 @click.argument("run", metavar="ID")
 @click.option("--force", is_flag=True, help="Promote it even if it is not better.")
-@options.store_url
-@options.project
+@options.with_store
 @options.as_json
-@click.pass_context
-def promote_(
-    context: click.Context, run: str, force: bool, store: str | None, project: str | None, as_json: bool
-) -> None:
+def promote_(store: Store, run: str, force: bool) -> None:
     """Create a candidate version with the prompt that a run found.
 
     The running trainer releases it like any candidate; without a trainer, `ratchet policies promote` does.
@@ -244,12 +237,9 @@ def promote_(
     """
     from ratchet.api.runs import create_candidate
 
-    with options.open_project_store(context, store=store, project=project) as opened:
-        version = create_candidate(opened, run, force=force)
-    if as_json:
-        options.print_json({"run": run, "promoted": version})
-    else:
-        click.echo(f"candidate {version}: released by the running trainer, or by `ratchet policies promote`")
+    version = create_candidate(store, run, force=force)
+    line = f"candidate {version}: released by the running trainer, or by `ratchet policies promote`"
+    show({"run": run, "promoted": version}, [line])
 
 
 @tune.command()
@@ -292,7 +282,7 @@ def promote_(
 @options.test_size
 @options.workflow
 @options.judge
-@options.attempts
+@options.setting("trainer.num_generations", "--attempts", type=_ONE_OR_MORE, help="Rollouts per task and candidate.")
 @options.concurrency
 @options.seed
 @options.alias
@@ -301,8 +291,8 @@ def promote_(
 @options.project
 @fail_unless_better
 @options.as_json
-@click.pass_context
-def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unless_better: bool, **given: Any) -> int:
+@with_agent
+def weights(settings: Settings, *, png: Path | None, fail_unless_better: bool, **own: Any) -> int:
     """Train the weights on a task set, check versions on validation tasks, and measure the gain on the test split.
 
     The rollouts go through the running project (`ratchet up`), whose trainer learns from them as from any traffic. If
@@ -316,17 +306,12 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
       ratchet tune weights --tasks mail=./mail --tasks math=./math --workflow mail:run --family-workflow math=sums:run
     """
     from ratchet.api import reports
-    from ratchet.api import tune as api
-    from ratchet.api.context import setting_names
-    from ratchet.output import print_note
+    from ratchet.api.tune import tune_weights
     from ratchet.tuner.reports import plain
 
-    settings = options.read_agent_settings(context, setting_names(given, api.SETTINGS))
-    result = api.tune_weights(settings, given, announce=print_note if as_json else click.echo)
-    if as_json:
-        options.print_json(plain(result))
-    else:
-        reports.show_weights(result)
+    is_json = click.get_current_context().params["as_json"]
+    result = tune_weights(settings, own, announce=print_note if is_json else click.echo)
+    print_result(plain(result), lambda: reports.show_weights(result))
     draw(reports.draw_weights, result, png)
     return EXIT_NOT_BETTER if fail_unless_better and result.best is None else 0
 
@@ -342,20 +327,9 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
 @png("the gains")
 @click.option("--markdown", is_flag=True, help="Print the table as Markdown.")
 @options.as_json
-@options.store_url
-@options.project
-@click.pass_context
+@options.with_store
 def report(
-    context: click.Context,
-    /,
-    model: str | None,
-    tasks: str | None,
-    judged_by: str | None,
-    png: Path | None,
-    markdown: bool,
-    as_json: bool,
-    store: str | None,
-    project: str | None,
+    store: Store, model: str | None, tasks: str | None, judged_by: str | None, png: Path | None, markdown: bool
 ) -> int:
     """Show what each method gained on the same held-out tasks, with an interval, and what it cost.
 
@@ -373,17 +347,18 @@ def report(
     from ratchet.tuner.reports import missing
     from ratchet.tuner.reports import report as made
 
-    with options.open_project_store(context, store=store, project=project) as opened:
-        live, newest = opened.policies.live(), opened.tunings.page(limit=_MAX_RUNS)
+    newest = store.tunings.page(limit=_MAX_RUNS)
     if reason := missing(newest, model, tasks, judged_by):
         raise TuningError(reason)
-    found = made(newest, live=live, alias=model, tasks=tasks, judge=judged_by)
-    if as_json:
-        options.print_json(msgspec.to_builtins(found))
-    elif markdown:
-        click.echo(reports.markdown(found), nl=False)
-    else:
-        reports.show_report(found)
+    found = made(newest, live=store.policies.live(), alias=model, tasks=tasks, judge=judged_by)
+
+    def printed() -> None:
+        if markdown:
+            click.echo(reports.markdown(found), nl=False)
+        else:
+            reports.show_report(found)
+
+    print_result(msgspec.to_builtins(found), printed)
     draw(reports.draw_report, found, png)
     return 0 if found.task_set is not None else 1
 
@@ -394,12 +369,8 @@ def report(
     "--limit", type=click.IntRange(1, _MAX_RUNS), default=20, show_default=True, help="Maximum number of runs."
 )
 @options.as_json
-@options.store_url
-@options.project
-@click.pass_context
-def runs(
-    context: click.Context, method: str | None, limit: int, as_json: bool, store: str | None, project: str | None
-) -> None:
+@options.with_store
+def runs(store: Store, method: str | None, limit: int) -> None:
     """List the runs of the tuner, newest first: id, method, state, alias, start and duration.
 
     Rollouts of `ratchet doctor --workflow` are listed only with --method doctor.
@@ -412,17 +383,13 @@ def runs(
 
     from ratchet.api.run_lease import interruption
 
-    with options.open_project_store(context, store=store, project=project) as opened:
-        found = opened.tunings.page(kind=method, limit=limit)
-        led = opened.tunings.led()
+    found, led = store.tunings.page(kind=method, limit=limit), store.tunings.led()
     interrupted = {one.id: interruption(one, led) for one in found}
-    if as_json:
-        options.print_json([msgspec.to_builtins(one) | {"interrupted": interrupted[one.id]} for one in found])
-        return
-    for one in found:
-        click.echo(strip_control_characters(_run_line(one, interrupted[one.id])))
-    if not found:
-        click.echo("no runs yet: `ratchet tune --help` lists the methods")
+    show(
+        [msgspec.to_builtins(one) | {"interrupted": interrupted[one.id]} for one in found],
+        (_run_line(one, interrupted[one.id]) for one in found),
+        empty="no runs yet: `ratchet tune --help` lists the methods",
+    )
 
 
 def _run_line(tuning: Tuning, interrupted: str | None) -> str:
