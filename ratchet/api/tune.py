@@ -46,7 +46,7 @@ from ratchet.tuner.reports import plain as plain_result
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.tasks import parse_families
-from ratchet.tuner.weights.weight_tuning import WeightsPlan, WeightsTuning, config_of, plan_of, result_of
+from ratchet.tuner.weights.weight_tuning import WeightsPlan, WeightsTuning, config_of, plan_of
 
 SETTINGS: Final = {**context.SETTINGS, "attempts": "trainer.num_generations"}
 _RUN_JUDGE = "run_judge"  # the judge that a run brings, in its options and its request
@@ -223,11 +223,10 @@ def _run(opened: context.TuningContext, run: Tuning, check: Callable[[], None], 
 
     made = WeightsTuning(
         opened.store, run, families, trainer, opened.runner.with_families(by_family), opened.scorer,
-        evaluator=evaluator.with_families(by_family), progress=opened.progress,
+        evaluator=evaluator.with_families(by_family), prices=opened.prices, progress=opened.progress,
         failure_score=opened.tuner.failure_score, watch=watch, report=print_line,
     )  # fmt: skip
-    asyncio.run(made.run())
-    result = result_of(opened.store, run, made, trainer, opened.scorer.name, opened.prices)
+    result = asyncio.run(made.run())
     opened.store.tunings.end(run.id, "done", plain_result(result))
     return result
 

@@ -24,13 +24,12 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import ComparisonVerdict
 from ratchet.tuner.reports import plain as plain_result
 from ratchet.tuner.reports import read, report
-from ratchet.tuner.rollouts.prices import Prices
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
 from ratchet.tuner.tasks import parse_families
-from ratchet.tuner.weights.weight_tuning import LIVE, WeightsPlan, WeightsTuning, config_of, result_of
+from ratchet.tuner.weights.weight_tuning import LIVE, WeightsPlan, WeightsTuning, config_of
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.tuner import scripted_versions
 from tests.tuner.conftest import ALIAS
@@ -121,8 +120,7 @@ class Stand:
         )  # fmt: skip
         families = parse_families(tuning.config["families"])
         made = WeightsTuning(self.store, tuning, families, settings, runner, scorer, watch=self.trainer.turn)
-        asyncio.run(made.run())
-        return result_of(self.store, tuning, made, settings, scorer.name, Prices({}))
+        return asyncio.run(made.run())
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from ratchet.trainer.errors import TuningError
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.settings.trainer_sections import WarmStartSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.statistics import Compared, ComparisonVerdict, compare, rank
+from ratchet.trainer.statistics import CandidateScore, Compared, ComparisonVerdict, compare, rank
 from ratchet.trainer.tasks import TEST, Task
 from ratchet.tuner.reports import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
@@ -57,32 +57,23 @@ class WeightsPlan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    families: tuple[str, ...] = Field(min_length=1, description="task sets: SOURCE or NAME=SOURCE:WEIGHT")
-    workflow: str = Field(description="the agent")
-    family_workflows: Mapping[str, str] = Field(
-        default_factory=dict, description="the agents of families that have their own, also in evaluations"
-    )
-    eval_workflow: str | None = Field(None, description="the agent of the evaluations, such as a greedy one")
-    rounds: int = Field(20, ge=0, description="rounds of training tasks")
-    tasks_per_round: int = Field(16, ge=1, description="training tasks per round")
-    attempts: int = Field(8, ge=2, description="attempts at each task: the trainer's group size")
-    eval_every: int = Field(5, ge=1, description="rounds between two evaluations on the validation tasks")
-    eval_tasks: int | None = Field(None, ge=2, description="maximum number of test tasks of each family; null: all")
-    validation_tasks: int = Field(32, ge=1, description="maximum number of validation tasks of each family")
-    eval_attempts: int = Field(1, ge=1, description="attempts at each validation and test task")
-    patience: int = Field(3, ge=0, description="stop after this many evaluations without a gain; 0: never")
-    collect: int = Field(0, ge=0, description="rounds of rollouts for a warm start, not trained")
-    warm_start: WarmStartSettings | None = Field(None, description="SFT before the rounds")
-    max_trainer_wait_seconds: float = Field(60.0, gt=0, description="maximum wait for the trainer before an evaluation")
-    seed: int = Field(0, ge=0, description="random seed of the task order")
-    run_judge: Mapping[str, Any] | None = Field(
-        None, description="judge of the training rollouts in place of the trainer's: functions of the calling process"
-    )
-
-    @property
-    def workflows(self) -> str:
-        """All workflows as one text."""
-        return "; ".join([self.workflow, *(f"{name}={spec}" for name, spec in sorted(self.family_workflows.items()))])
+    families: tuple[str, ...] = Field(min_length=1)  # task sets: SOURCE or NAME=SOURCE:WEIGHT
+    workflow: str
+    family_workflows: Mapping[str, str] = Field(default_factory=dict)  # of families with an own agent
+    eval_workflow: str | None = None  # the agent of the evaluations, such as a greedy one
+    rounds: int = Field(20, ge=0)
+    tasks_per_round: int = Field(16, ge=1)
+    attempts: int = Field(8, ge=2)  # at each task: the trainer's group size
+    eval_every: int = Field(5, ge=1)  # rounds
+    eval_tasks: int | None = Field(None, ge=2)  # maximum of each family; None: all
+    validation_tasks: int = Field(32, ge=1)  # maximum of each family
+    eval_attempts: int = Field(1, ge=1)
+    patience: int = Field(3, ge=0)  # evaluations without a gain; 0: no limit
+    collect: int = Field(0, ge=0)  # rounds of rollouts for a warm start, not trained
+    warm_start: WarmStartSettings | None = None
+    max_trainer_wait_seconds: float = Field(60.0, gt=0)  # before an evaluation
+    seed: int = Field(0, ge=0)
+    run_judge: Mapping[str, Any] | None = None  # functions of the calling process, in place of the trainer's judge
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,25 +111,19 @@ class WeightsProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     wall_seconds: float = 0.0  # before the last interruption
 
     @property
-    def best(self) -> Evaluated:
-        """The validation with the highest mean; the earliest on ties."""
-        return max(self.validated, key=lambda one: float("-inf") if one.mean is None else one.mean)
-
-    @property
-    def evaluations_without_gain(self) -> int:
-        """Number of evaluations after the best one."""
-        return len(self.validated) - 1 - self.validated.index(self.best)
-
-    @property
     def validated(self) -> tuple[Evaluated, ...]:
         """Evaluations on validation tasks, oldest first."""
         return tuple(one for one in self.evaluations if one.split == VALIDATION) or self.evaluations
 
+    @property
+    def best(self) -> Evaluated:
+        """The validation with the highest mean; the earliest on ties."""
+        return max(self.validated, key=lambda one: float("-inf") if one.mean is None else one.mean)
+
 
 def config_of(plan: WeightsPlan) -> dict[str, Any]:
     """Return a plan for `store.tunings.begin`."""
-    content = plan.model_dump(mode="json")
-    return {name: value for name, value in content.items() if value is not None}
+    return plan.model_dump(mode="json", exclude_none=True)
 
 
 def plan_of(tuning: Tuning) -> WeightsPlan:
@@ -148,21 +133,11 @@ def plan_of(tuning: Tuning) -> WeightsPlan:
     return WeightsPlan.model_validate(tuning.config)
 
 
-def progress_of(tuning: Tuning) -> WeightsProgress:
-    """Return the progress of a run; the initial one if nothing is stored."""
-    return msgspec.convert(tuning.result or {}, WeightsProgress)
-
-
-def plain(progress: WeightsProgress) -> dict[str, Any]:
-    """Return progress for `store.tunings.update`."""
-    content: dict[str, Any] = msgspec.to_builtins(progress)
-    return content | {"stage": progress.stage}
-
-
 _Value = TypeVar("_Value")
 
 ROUNDS_DONE = "rounds"  # name of the progress bar
 _POLL_SECONDS = 0.2  # seconds
+_MAX_ROUNDS = 1000  # newest ones of the trainer that are read
 
 
 class WeightsTuning:
@@ -178,6 +153,7 @@ class WeightsTuning:
         scorer: RolloutScorer,
         *,
         evaluator: RolloutRunner | None = None,
+        prices: Prices | None = None,
         progress: Progress | None = None,
         failure_score: float = 0.0,
         watch: Callable[[], None] = lambda: None,
@@ -186,41 +162,31 @@ class WeightsTuning:
         self._store = store
         self._tuning = tuning
         self._alias = tuning.alias
-        self._plan: WeightsPlan = plan_of(tuning)
+        self._plan = plan = plan_of(tuning)
         self._trainer = trainer
         self._runner = runner
         self._evaluator = evaluator or runner
         self._scorer = scorer
+        self._prices = prices or Prices({})
         self._progress = progress or Progress()
         self._failure_score = failure_score
         self._watch = watch
         self._report = report
-        tests = {family.name: family.of(TEST, self._plan.eval_tasks) for family in families}
+        tests = {family.name: family.of(TEST, plan.eval_tasks) for family in families}
         tested = {task.id for tasks in tests.values() for task in tasks}
-        seed, limit = self._plan.seed, self._plan.validation_tasks
         self._split: dict[str, dict[str, list[Task]]] = {
             TEST: tests,
-            VALIDATION: {family.name: family.validation(limit, seed, tested) for family in families},
+            VALIDATION: {one.name: one.validation(plan.validation_tasks, plan.seed, tested) for one in families},
         }
-        self._mix = TaskMix(families, seed, tested | {task.id for task in self._of_split(VALIDATION)})
+        self._mix = TaskMix(families, plan.seed, tested | {task.id for task in self._of_split(VALIDATION)})
         self._began = time.monotonic()
-        self._state: WeightsProgress = progress_of(tuning)
+        self._state = msgspec.convert(tuning.result or {}, WeightsProgress)
         self._seconds_before = self._state.wall_seconds
-
-    @property
-    def state(self) -> WeightsProgress:
-        """The stored progress."""
-        return self._state
-
-    @property
-    def tests(self) -> list[Task]:
-        """The test tasks of all families."""
-        return self._of_split(TEST)
 
     def _of_split(self, split: str) -> list[Task]:
         return [task for tasks in self._split[split].values() for task in tasks]
 
-    async def run(self) -> WeightsProgress:
+    async def run(self) -> TuningResult:
         """Run to completion. Raises TuningError, TooManyFailures, and the errors of `watch`."""
         if self._state.stage == BASELINE:
             await self._baseline()
@@ -234,42 +200,33 @@ class WeightsTuning:
                 await self._evaluate(self._live(), VALIDATION)
             if self._state.rounds >= self._plan.rounds or self._out_of_patience():
                 break
-            await self._rollouts(self._runner, self._round(self._state.rounds))
+            jobs = self._jobs(self._plan.collect + self._state.rounds, LIVE, None, "live", self._state.rounds)
+            await self._rollouts(self._runner, jobs)
             self._update(rounds=self._state.rounds + 1)
         work.end()
         self._select_best_version()
         await self._evaluate(self._live(), TEST)
-        return self._state
-
-    def marks(self, version: int, split: str) -> dict[str, Any]:
-        """Return the results of a version on a split, by task."""
-        wanted = {task.id for task in self._of_split(split)}
-        return marks_of(final_rollouts(one for one in self._of(self._name(version)) if one.task_id in wanted))
-
-    def compared(self, version: int, against: int, family: str | None = None, split: str = TEST) -> Compared:
-        """Compare two versions on a split, for one family or all."""
-        sides = (self.marks(one, split) for one in (version, against))
-        ours, theirs = (
-            {task: marks for task, marks in side.items() if family is None or _family_of(task) == family}
-            for side in sides
-        )
-        names = (self._name(version), self._name(against))
-        return compare(ours, theirs, names=names, failure_score=self._failure_score)
+        return self._result()
 
     async def _baseline(self) -> None:
         if not self._state.evaluations:
             self._update(baseline=self._live())
         for split in (VALIDATION, TEST):
             await self._evaluate(self._state.baseline, split)
-        if self._plan.warm_start is not None and self._plan.collect:
-            jobs = [
-                RolloutJob(task, attempt, COLLECTED, self._name(self._state.baseline), "eval", step=number)
-                for number in range(self._plan.collect)
-                for task in self._mix.draw(number, self._plan.tasks_per_round)
-                for attempt in range(self._plan.attempts)
-            ]
+        warms_up, model = self._plan.warm_start is not None, self._name(self._state.baseline)
+        if warms_up and self._plan.collect:
+            rounds = range(self._plan.collect)
+            jobs = [job for number in rounds for job in self._jobs(number, COLLECTED, model, "eval", number)]
             await self._scored(await self._rollouts(self._runner, jobs))
-        self._update(stage=WARM_START if self._plan.warm_start is not None else ROUNDS)
+        self._update(stage=WARM_START if warms_up else ROUNDS)
+
+    def _jobs(self, drawn: int, candidate: str, model: str | None, purpose: str, step: int) -> list[RolloutJob]:
+        """Return the rollouts of one round: the attempts at the tasks of the `drawn`-th draw."""
+        return [
+            RolloutJob(task, attempt, candidate, model, purpose, step=step)
+            for task in self._mix.draw(drawn, self._plan.tasks_per_round)
+            for attempt in range(self._plan.attempts)
+        ]
 
     async def _warm_start(self) -> None:
         """Wait for the trainer, which reads the stage from the store. Raises TuningError if it refuses."""
@@ -281,26 +238,17 @@ class WeightsTuning:
         version, metrics = found
         while (policy := self._store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
             if (held := self._store.policies.awaiting_approval(self._alias)) is not None and held.version == version:
-                waits = f"the warm start's version {version} needs approval: see `ratchet policies show`"
-                self._update(notes=(*self._state.notes, waits))
+                self._note(f"the warm start's version {version} needs approval: see `ratchet policies show`")
                 break
             await self._pause()
         self._update(warm_start=dict(metrics) | {"version": version, "state": str(policy.state)})
         if policy.state in (PolicyState.REJECTED, PolicyState.UNPROVEN):
             reason = policy.evidence.get("reason", "it was worse in the evaluation")
             what = "rejected" if policy.state is PolicyState.REJECTED else "not proven; the rounds continue from it"
-            self._update(notes=(*self._state.notes, f"the warm start's version was {what}: {reason}"))
+            self._note(f"the warm start's version was {what}: {reason}")
         else:
             await self._evaluate(version, VALIDATION)
         self._update(stage=ROUNDS)
-
-    def _round(self, number: int) -> list[RolloutJob]:
-        drawn = self._mix.draw(self._plan.collect + number, self._plan.tasks_per_round)
-        return [
-            RolloutJob(task, attempt, LIVE, None, "live", step=number)
-            for task in drawn
-            for attempt in range(self._plan.attempts)
-        ]
 
     async def _evaluate(self, version: int, split: str) -> None:
         """Evaluate a version on a split and store the result; rollouts that were scored before are reused.
@@ -310,38 +258,41 @@ class WeightsTuning:
         known = [one for one in self._state.evaluations if (one.version, one.split) == (version, split)]
         if known and (split == TEST or self._state.rounds in {one.round for one in known}):
             return
+        name, baseline = self._name(version), self._state.baseline
         jobs = [
-            RolloutJob(task, attempt, self._name(version), self._name(version), "eval")
+            RolloutJob(task, attempt, name, name, "eval")
             for task in self._of_split(split)
             for attempt in range(self._plan.eval_attempts)
         ]
         await self._scored(await self._rollouts(self._evaluator, jobs))
-        marks = self.marks(version, split)
-        scored = rank({"it": marks}, failure_score=self._failure_score).scores[0]
-        baseline = self._state.baseline
+        marks = self._marks(version, split)
+        scored = self._score(marks)
         if scored.mean is None and version == baseline:
-            failures = (one.failure or one.judge_failure for one in final_rollouts(self._of(self._name(version))))
+            failures = (one.failure or one.judge_failure for one in final_rollouts(self._of(name)))
             raise TuningError(f"no rollout on the {split} tasks could be scored: {commonest(failures)}")
         found = Evaluated(
-            version=version,
-            split=split,
-            round=self._state.rounds,
-            rollouts=len(final_rollouts(self._of(LIVE))),
-            tasks=scored.tasks,
-            mean=scored.mean,
-            low=scored.low,
-            high=scored.high,
-            failed=scored.failed,
+            version=version, split=split, round=self._state.rounds, rollouts=len(final_rollouts(self._of(LIVE))),
+            tasks=scored.tasks, mean=scored.mean, low=scored.low, high=scored.high, failed=scored.failed,
             unjudged=scored.unjudged,
-            families={name: self._family_mean(marks, name) for name in self._split[split]},
-            against_baseline=None if version == baseline else self.compared(version, baseline, split=split),
-        )
+            families={one: self._score(_of_family(marks, one)).mean for one in self._split[split]},
+            against_baseline=None if version == baseline else self._compared(version, baseline, split=split),
+        )  # fmt: skip
         self._update(evaluations=(*self._state.evaluations, found))
-        self._report(f"after {found.round} rounds, {self._name(version)} on the {split} tasks: {found.describe()}")
+        self._report(f"after {found.round} rounds, {name} on the {split} tasks: {found.describe()}")
 
-    def _family_mean(self, marks: Mapping[str, Any], family: str) -> float | None:
-        own = {task: mark for task, mark in marks.items() if _family_of(task) == family}
-        return rank({family: own}, failure_score=self._failure_score).scores[0].mean
+    def _marks(self, version: int, split: str) -> dict[str, Any]:
+        """Return the results of a version on a split, by task."""
+        wanted = {task.id for task in self._of_split(split)}
+        return marks_of(final_rollouts(one for one in self._of(self._name(version)) if one.task_id in wanted))
+
+    def _score(self, marks: Mapping[str, Any]) -> CandidateScore:
+        return rank({"it": marks}, failure_score=self._failure_score).scores[0]
+
+    def _compared(self, version: int, against: int, family: str | None = None, split: str = TEST) -> Compared:
+        """Compare two versions on a split, for one family or all."""
+        ours, theirs = (_of_family(self._marks(one, split), family) for one in (version, against))
+        names = (self._name(version), self._name(against))
+        return compare(ours, theirs, names=names, failure_score=self._failure_score)
 
     def _is_due(self) -> bool:
         """Whether an evaluation is due after the rounds so far."""
@@ -351,16 +302,12 @@ class WeightsTuning:
 
     def _out_of_patience(self) -> bool:
         """Whether the last evaluations brought no gain."""
-        patience = self._plan.patience
-        if not patience or self._state.evaluations_without_gain < patience:
+        patience, state = self._plan.patience, self._state
+        if not patience or len(state.validated) - 1 - state.validated.index(state.best) < patience:
             return False
-        best = self._state.best
-        self._update(
-            notes=(
-                *self._state.notes,
-                f"stopped after round {self._state.rounds}: {patience} evaluations without a gain over "
-                f"{self._name(best.version)}",
-            )
+        self._note(
+            f"stopped after round {state.rounds}: {patience} evaluations without a gain over "
+            f"{self._name(state.best.version)}"
         )
         return True
 
@@ -369,7 +316,7 @@ class WeightsTuning:
         live, best = self._live(), self._state.best.version
         if best >= live or live not in {one.version for one in self._state.validated}:
             return
-        found = self.compared(live, best, split=VALIDATION)
+        found = self._compared(live, best, split=VALIDATION)
         if found.verdict is not ComparisonVerdict.WORSE:
             return
         reason = (
@@ -379,12 +326,11 @@ class WeightsTuning:
             self._store.policies.roll_back(
                 self._alias, best, {"tuning": msgspec.to_builtins(found)}, by="tuner", reason=reason
             )
-            note = f"rolled back from {self._name(live)} to {self._name(best)}: {found.describe()}"
+            self._note(f"rolled back from {self._name(live)} to {self._name(best)}: {found.describe()}")
         except InvalidTransition as refusal:  # its folder was pruned, or a user changed the version
-            note = (
+            self._note(
                 f"{self._name(live)} is worse than {self._name(best)} ({found.describe()}), but stays live: {refusal}"
             )
-        self._update(notes=(*self._state.notes, note))
 
     async def _rollouts(self, runner: RolloutRunner, jobs: Sequence[RolloutJob]) -> list[Rollout]:
         """Run the missing rollouts; return the final ones of all jobs."""
@@ -422,11 +368,15 @@ class WeightsTuning:
         finally:
             task.cancel()
 
+    def _note(self, text: str) -> None:
+        self._update(notes=(*self._state.notes, text))
+
     def _update(self, **changes: Any) -> None:
         """Update the stored progress."""
         seconds = self._seconds_before + time.monotonic() - self._began
         self._state = msgspec.structs.replace(self._state, wall_seconds=seconds, **changes)
-        self._store.tunings.update(self._tuning.id, plain(self._state))
+        stored = msgspec.to_builtins(self._state) | {"stage": self._state.stage}
+        self._store.tunings.update(self._tuning.id, stored)
 
     def _of(self, candidate: str) -> list[Rollout]:
         return self._store.rollouts.of_tuning(self._tuning.id, candidate)
@@ -437,12 +387,67 @@ class WeightsTuning:
     def _name(self, version: int) -> str:
         return f"{self._alias}@{version}"
 
+    def _result(self) -> TuningResult:
+        """Return gain, cost, learning curve and gains by family."""
+        store, plan, state, run = self._store, self._plan, self._state, self._tuning.id
+        final, baseline = self._live(), state.baseline
+        tested = [one for one in state.evaluations if one.split == TEST]
+        is_measured = final in {one.version for one in tested}
+        gain = self._compared(final, baseline) if is_measured and final != baseline else None
+        store.rollouts.count_tokens([one.id for one in store.rollouts.of_tuning(run) if not one.planned])
+        made = store.rollouts.of_tuning(run)
+        rollouts = final_rollouts(made)
+        ours = [] if state.warm_start is None else ["SFT"]
+        if state.rounds:
+            estimator, loss = self._trainer.advantage_estimator, self._trainer.learner.loss_type
+            ours.append(f"{estimator} with {loss}, {state.rounds} rounds")
+        notes = state.notes if is_measured else (*state.notes, f"{self._name(final)} was not evaluated")
+        trained = _trained(store, self._tuning) if state.rounds else None
+        rewards = _rewards(store, (one for one in rollouts if one.candidate == LIVE))
+        tests, families = self._of_split(TEST), list(self._split[TEST]) if gain is not None else []
+        own = [f"{name}={spec}" for name, spec in sorted(plan.family_workflows.items())]
+        return TuningResult(
+            method="weights",
+            technique=" -> ".join(ours) or "evaluation only",
+            alias=self._alias,
+            task_set=task_set(", ".join(plan.families), "test", [task.id for task in tests]),
+            judge=self._scorer.name,
+            workflow="; ".join([plan.workflow, *own]),
+            attempts=plan.eval_attempts,
+            baseline=self._name(baseline),
+            best=self._name(final) if gain is not None and gain.verdict is ComparisonVerdict.BETTER else None,
+            gain=gain,
+            spent=sum(
+                (rollout_cost(one, self._prices) for one in made if one.counts or one.prompt_tokens), RolloutCost()
+            ),
+            wall_seconds=state.wall_seconds,
+            promoted=self._name(final) if final != baseline else None,
+            notes=(*notes, *_failures(rollouts), *(_training_notes(trained) if trained is not None else ())),
+            details={
+                "curve": [msgspec.to_builtins(one) for one in state.validated],
+                "test": [msgspec.to_builtins(one) for one in tested],
+                "training": [
+                    {"round": number, "family": family, "reward": mean, "judged": count}
+                    for (number, family), (mean, count) in rewards.items()
+                ],
+                "families": {one: msgspec.to_builtins(self._compared(final, baseline, one)) for one in families},
+                "warm_start": state.warm_start,
+                "rounds": state.rounds,
+                "trained": trained,
+            },
+        )  # fmt: skip
+
 
 def _family_of(task_id: str) -> str:
     return task_id.rpartition("/")[0]
 
 
-def rewards(store: Store, rollouts: Iterable[Rollout]) -> dict[tuple[int, str], tuple[float, int]]:
+def _of_family(marks: Mapping[str, Any], family: str | None) -> dict[str, Any]:
+    """Return the results of a family by task; None: of all."""
+    return {task: mark for task, mark in marks.items() if family in (None, _family_of(task))}
+
+
+def _rewards(store: Store, rollouts: Iterable[Rollout]) -> dict[tuple[int, str], tuple[float, int]]:
     """Return the mean score and the number of judged training rollouts, by round and family."""
     by_id = {one.id: (one.step, _family_of(one.task_id)) for one in rollouts}
     names = list(by_id)
@@ -452,58 +457,6 @@ def rewards(store: Store, rollouts: Iterable[Rollout]) -> dict[tuple[int, str], 
             if verdict.score is not None:
                 scores.setdefault(by_id[name], []).append(verdict.score)
     return {place: (sum(found) / len(found), len(found)) for place, found in sorted(scores.items())}
-
-
-_MAX_ROUNDS = 1000
-
-
-def result_of(
-    store: Store, tuning: Tuning, run: WeightsTuning, trainer: TrainerSettings, judge: str, prices: Prices
-) -> TuningResult:
-    """Return the result of a finished run."""
-    plan, state = plan_of(tuning), run.state
-    final = store.policies.live()[tuning.alias].version
-    tested = [one for one in state.evaluations if one.split == TEST]
-    is_measured = final in {one.version for one in tested}
-    gain = run.compared(final, state.baseline) if is_measured and final != state.baseline else None
-    store.rollouts.count_tokens([one.id for one in store.rollouts.of_tuning(tuning.id) if not one.planned])
-    made = store.rollouts.of_tuning(tuning.id)
-    rollouts = final_rollouts(made)
-    ours = [] if state.warm_start is None else ["SFT"]
-    if state.rounds:
-        ours.append(f"{trainer.advantage_estimator} with {trainer.learner.loss_type}, {state.rounds} rounds")
-    notes = state.notes if is_measured else (*state.notes, f"{tuning.alias}@{final} was not evaluated")
-    trained = _trained(store, tuning) if state.rounds else None
-    return TuningResult(
-        method="weights",
-        technique=" -> ".join(ours) or "evaluation only",
-        alias=tuning.alias,
-        task_set=task_set(", ".join(plan.families), "test", [task.id for task in run.tests]),
-        judge=judge,
-        workflow=plan.workflows,
-        attempts=plan.eval_attempts,
-        baseline=f"{tuning.alias}@{state.baseline}",
-        best=f"{tuning.alias}@{final}" if gain is not None and gain.verdict is ComparisonVerdict.BETTER else None,
-        gain=gain,
-        spent=sum((rollout_cost(one, prices) for one in made if one.counts or one.prompt_tokens), RolloutCost()),
-        wall_seconds=state.wall_seconds,
-        promoted=f"{tuning.alias}@{final}" if final != state.baseline else None,
-        notes=(*notes, *_failures(rollouts), *(_training_notes(trained) if trained is not None else ())),
-        details={
-            "curve": [msgspec.to_builtins(one) for one in state.validated],
-            "test": [msgspec.to_builtins(one) for one in tested],
-            "training": [
-                {"round": number, "family": family, "reward": mean, "judged": count}
-                for (number, family), (mean, count) in rewards(
-                    store, (one for one in rollouts if one.candidate == LIVE)
-                ).items()
-            ],
-            "families": _families(run, final, state.baseline) if gain is not None else {},
-            "warm_start": state.warm_start,
-            "rounds": state.rounds,
-            "trained": trained,
-        },
-    )
 
 
 def _trained(store: Store, tuning: Tuning) -> dict[str, Any]:
@@ -545,10 +498,3 @@ def _failures(rollouts: Sequence[Rollout]) -> Iterator[str]:
         yield f"{failed} of {len(rollouts)} rollouts failed, most often with {failure}"
     if failure := commonest(one.judge_failure for one in rollouts):
         yield f"the judge failed, most often with {failure}"
-
-
-def _families(run: WeightsTuning, final: int, baseline: int) -> dict[str, Any]:
-    """Return the gain on the test tasks of each family."""
-    names = dict.fromkeys(task.id.rpartition("/")[0] for task in run.tests)
-    gains: dict[str, Compared] = {name: run.compared(final, baseline, name) for name in names}
-    return {name: msgspec.to_builtins(gain) for name, gain in gains.items()}
