@@ -99,10 +99,3 @@ class TunerSettings(Section):
     prompt: PromptSettings = Field(default_factory=PromptSettings, description="how a system prompt is searched for")
     lessons: dict[str, Any] = Field(default_factory=dict, description="settings of the plug-in lessons")
     seed: int = Field(0, ge=0, description="random seed of splits, samples and orders")
-
-    def exceeds_max_failures(self, failures: int, jobs: int) -> bool:
-        """Return whether this number of failures among `jobs` rollouts is over the limit."""
-        if self.max_failures is None:
-            return False
-        limit = self.max_failures * jobs if 0 < self.max_failures < 1 else self.max_failures
-        return failures > limit

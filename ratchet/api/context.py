@@ -35,7 +35,7 @@ from ratchet.trainer.statistics import check_scipy
 from ratchet.trainer.tasks import TaskSet
 from ratchet.trainer.user_code import ModelServer
 from ratchet.tuner.rollouts.prices import Prices, prices_of
-from ratchet.tuner.rollouts.runner import RolloutRunner
+from ratchet.tuner.rollouts.runner import RolloutRunner, first_api_key
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
@@ -199,11 +199,6 @@ def proxy_of(settings: Settings) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         own = settings.proxy
         return local_url(own.host, own.port, tls=own.tls_certificate is not None)
-
-
-def first_api_key() -> str | None:
-    """Return the API key of the rollouts: the first of RATCHET_API_KEYS."""
-    return os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or None
 
 
 @contextmanager

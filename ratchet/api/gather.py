@@ -55,23 +55,18 @@ async def gather_async(
     Nothing is trained before `ratchet.train(groups)`. A bar, or a line every 10 s, shows the progress. Also in a
     notebook; `gather_async` is for an event loop that runs already.
 
-    workflow     a function, sync or async, `module:function`, or a command line; it runs in an event loop of its own
-    scenarios    rows, which the workflow gets as `task`, or `ratchet.Tasks(...)`; equal rows are one scenario
-    judge        a function, `module:function`, or the mapping of a judge's kind, such as
-                 `{"kind": "ruler", "base_url": ..., "model": ...}`; None: the project's, else the workflow's reward
-    attempts     at each scenario: the group size
-    model        a version, such as `policy@4`; None: the live one
-    step         the number of the caller's step, stored with the rollouts
-    concurrency  rollouts that run at the same time
-    agent        the project's agent, if it has several
-    base_model   start the project with this model if it does not run; one that runs with another is refused
-    project      the project's name
-    config       the project's settings file; None: ratchet.yaml of the current folder
-    resume       the id of a run that ended early, with the same workflow, scenarios and judge; or of a finished one,
-                 whose groups are returned: `group.run`
+    scenarios  rows, which the workflow gets as `task`, or `ratchet.Tasks(...)`; equal rows are one scenario
+    judge      a function, `module:function`, or the mapping of a judge's kind, such as
+               `{"kind": "ruler", "base_url": ..., "model": ...}`; None: the project's, else the workflow's reward
+    attempts   at each scenario: the group size
+    model      a version, such as `policy@4`; None: the live one
+    step       the number of the caller's step, stored with the rollouts
+    resume     the id of a run that ended early, with the same workflow, scenarios and judge; or of a finished one,
+               whose groups are returned: `group.run`
 
-    A failed rollout stays in its group, without a reward. Raises RatchetError: TooManyFailures if all of the first 16
-    rollouts failed; RunCancelled, which names the id to resume; WorkflowError, JudgeError, SettingsError.
+    The other arguments are those of `evaluate`. A failed rollout stays in its group, without a reward. Raises
+    RatchetError: TooManyFailures if all of the first 16 rollouts failed; RunCancelled, which names the id to resume;
+    WorkflowError, JudgeError, SettingsError.
     """
     arguments = locals() | {"attempts": None}  # not the setting, which is of evaluations
     if isinstance(scenarios, (str, Path, Mapping)):

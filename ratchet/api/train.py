@@ -75,17 +75,14 @@ async def train_async(
     starts at once, with at most `trainer.groups_per_round` groups; further ones make further rounds. `train_async` is
     for an event loop that runs already.
 
-    groups      what `gather` returned, or groups of imported trajectories: token ids with logprobs, and rewards
-    timeout     seconds; None: no limit
-    agent       the project's agent, if it has several
-    base_model  start the project with this model if it does not run; one that runs with another is refused
-    project     the project's name
-    config      the project's settings file; None: ratchet.yaml of the current folder
+    groups   what `gather` returned, or groups of imported trajectories: token ids with logprobs, and rewards
+    timeout  seconds; None: no limit
 
-    A call that ended early is repeated with the same groups, also after a restart of the kernel: those that the trainer
-    has already are waited for. Trajectories without a reward, and groups whose rewards are equal, are left out. Raises
-    TuningError if nothing is left, if a trajectory is malformed or was trained before, or if the trainer dropped all
-    groups; TimeoutError, with the trainer going on; CliError if the services cannot be started.
+    The other arguments are those of `evaluate`. A call that ended early is repeated with the same groups, also after a
+    restart of the kernel: those that the trainer has already are waited for. Trajectories without a reward, and groups
+    whose rewards are equal, are left out. Raises TuningError if nothing is left, if a trajectory is malformed or was
+    trained before, or if the trainer dropped all groups; TimeoutError, with the trainer going on; CliError if the
+    services cannot be started.
     """
     arguments = locals()
     chosen = read_given(groups)

@@ -243,15 +243,12 @@ async def score_async(
     trajectory has its `messages`, or a `response`. The members of a group are judged together. `score_async` is for an
     event loop that runs already.
 
-    groups   what `gather` returned, or your own
-    judge    as of `gather`; None: the project's
-    agent    the project's agent, if it has several
-    project  the project's name
-    config   the project's settings file; None: ratchet.yaml of the current folder, if there is one
+    groups  what `gather` returned, or your own
+    judge   as of `gather`; None: the project's
 
-    A failed rollout is not judged; a trajectory that the judge failed on has the reward None, and its `failure` says
-    why. Raises JudgeError: the judge cannot be loaded; InvalidArgument: there is none; TuningError if it could score
-    nothing.
+    The other arguments are those of `evaluate`; no settings file is needed. A failed rollout is not judged; a
+    trajectory that the judge failed on has the reward None, and its `failure` says why. Raises JudgeError: the judge
+    cannot be loaded; InvalidArgument: there is none; TuningError if it could score nothing.
     """
     given = locals()
     check_groups(groups)

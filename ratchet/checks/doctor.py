@@ -31,7 +31,6 @@ from typing import Any
 
 import httpx
 
-from ratchet.api.context import first_api_key
 from ratchet.checks.check_result import NO_PROJECT, PATIENCE, CheckResult, call_proxy, no_project, see_log
 from ratchet.checks.judge_quality_check import JudgeExample, check_judge_quality
 from ratchet.checks.learner_check import check_learner
@@ -50,6 +49,7 @@ from ratchet.trainer.controller.collect.resampler import KEY_VARIABLE
 from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.errors import CheckpointError, EngineUnreachable, TrainerError
 from ratchet.trainer.settings.judge_specs import TeacherSpec
+from ratchet.tuner.rollouts.runner import first_api_key
 
 _WAIT_FOR_RECORD = 10.0  # seconds
 _FIRST_SAFE_RELEASE = (0, 26)

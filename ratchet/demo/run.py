@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ratchet.api.context import first_api_key
 from ratchet.demo import pretrained_model, report
 from ratchet.errors import CliError
 from ratchet.settings.load_settings import known_keys, load, setting_variables
@@ -36,6 +35,7 @@ from ratchet.supervisor.project_lock import ProjectLock
 from ratchet.supervisor.supervisor import Supervisor
 from ratchet.supervisor.up import start_services
 from ratchet.trainer.controller.rounds.backlog import is_drained
+from ratchet.tuner.rollouts.runner import first_api_key
 
 _FOLDER = Path(__file__).parent
 _MAIL = _FOLDER / "email_search"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import sys
 import sysconfig
 import time
@@ -43,6 +44,8 @@ _CHECK_SECONDS = 1.0  # between two calls of `check` while rollouts run
 _PLANNED_AHEAD = 256  # rollouts planned by one write
 _MAX_UNWRITTEN = 256  # finished rollouts not yet stored
 _MAX_FAILURE_CHARS = 2000  # characters
+_FIRST = 16  # rollouts of which one must succeed if `max_failures` is null
+_SHOWN = 3  # different failures in a message
 # Files that are not the agent's: an exception is reported at the last frame outside of them.
 _NOT_AGENT_CODE = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
 
@@ -90,7 +93,7 @@ class RolloutRunner:
         self._store = store
         self._check = check
         self._keep_stdout = keep_stdout
-        self._first_rollouts = FirstRollouts()
+        self._failures = _Failures()
         self._proxy_url = proxy_url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key or NO_KEY
         self._workflow = workflow
@@ -112,7 +115,7 @@ class RolloutRunner:
 
         Raises TooManyFailures.
         """
-        failures = Failures(self._settings, len(jobs), tuning_id, self._first_rollouts)
+        failures = (self._failures, _Failures())
         asyncio.get_running_loop().set_task_factory(guarded_task)  # also in tasks that agents create
         state = _RunState(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end, failures)
         await state.write(self._remember, jobs)
@@ -157,7 +160,21 @@ class RolloutRunner:
                 rollout = plan_rollout(job, state.tuning_id, scenario={**job.scenario, "retry": again})
                 await state.write(self._store.rollouts.plan, [rollout])
                 failed = await self._run_attempt(state, number, rollout, last=again == self._settings.max_retries)
-            state.failures.check()
+            self._check_failures(state)
+
+    def _check_failures(self, state: _RunState) -> None:
+        """Raise TooManyFailures if too many rollouts of this call failed, or all of the runner's first ones."""
+        limit, (first, ours) = self._settings.max_failures, state.failures
+        failed, kept = ours.failed.total(), f"finished rollouts are kept in tuning {state.tuning_id}"
+        if limit is None:
+            if first.finished == first.failed.total() >= _FIRST:
+                raise TooManyFailures(
+                    f"stopped: all of the first {first.finished} rollouts failed, {first.describe()}; fix the workflow "
+                    f"(`ratchet doctor --workflow` tests it), or set tuner.max_failures to continue anyway; {kept}"
+                )
+        elif failed > (limit * len(state.jobs) if 0 < limit < 1 else limit):
+            counts = f"{failed} of {ours.finished} rollouts failed (max_failures {limit})"
+            raise TooManyFailures(f"stopped: {counts}, {ours.describe()}; {kept}")
 
     async def _run_attempt(self, state: _RunState, number: int, rollout: Rollout, last: bool) -> bool:
         """Run the workflow once and store the result; return whether it failed."""
@@ -193,6 +210,25 @@ def _finished(rollout: Rollout, state: RolloutState, began: float, **values: Any
     return msgspec.structs.replace(rollout, state=state, started_at=began, ended_at=time.time(), **values)
 
 
+@dataclass(slots=True)
+class _Failures:
+    """Counts finished rollouts, and the failures among them."""
+
+    failed: Counter[str] = field(default_factory=Counter)
+    finished: int = 0
+
+    def record(self, failure: str | None) -> None:
+        self.finished += 1
+        if failure is not None:
+            self.failed[failure] += 1
+
+    def describe(self) -> str:
+        """Return the commonest failures with their counts."""
+        text = "; ".join(f"{times} of them with {failure}" for failure, times in self.failed.most_common(_SHOWN))
+        others = len(self.failed) - _SHOWN
+        return text + (f"; and {others} other failures" if others > 0 else "")
+
+
 class _RunState:
     """State of one call of `run`: pending, finished and failed rollouts."""
 
@@ -203,7 +239,7 @@ class _RunState:
         tuning_id: str,
         work: Phase,
         on_end: Callable[[Rollout], object] | None,
-        failures: Failures,
+        failures: tuple[_Failures, _Failures],
     ) -> None:
         self.jobs = jobs
         self.tuning_id = tuning_id
@@ -242,7 +278,8 @@ class _RunState:
         Waits if the store is far behind. Raises the store's errors on earlier rollouts.
         """
         if number is not None:
-            self.failures.record(over.failure)
+            for one in self.failures:
+                one.record(over.failure)
         self._unwritten.append((number, over))
         if self._writing is None or self._writing.done():
             await self.written()
@@ -326,67 +363,6 @@ def pending_jobs(jobs: Iterable[RolloutJob], rollouts: Iterable[Rollout]) -> lis
     return [job for job in jobs if job.key not in done]
 
 
-FIRST = 16  # rollouts of which one must succeed if `max_failures` is null
-_SHOWN = 3  # different failures in a message
-
-
-class Failures:
-    """Counts the failures among `jobs` rollouts that run together."""
-
-    def __init__(self, settings: TunerSettings, jobs: int, tuning_id: str, first_rollouts: FirstRollouts) -> None:
-        self._settings = settings
-        self._jobs = jobs
-        self._tuning_id = tuning_id
-        self._first_rollouts = first_rollouts
-        self._failed: Counter[str] = Counter()
-        self._finished = 0
-
-    def record(self, failure: str | None) -> None:
-        """Count a finished rollout; `failure` None: its workflow returned."""
-        self._finished += 1
-        self._first_rollouts.record(failure)
-        if failure is not None:
-            self._failed[failure] += 1
-
-    def check(self) -> None:
-        """Raise TooManyFailures if the run must stop."""
-        limit = self._settings.max_failures
-        if limit is None:
-            self._first_rollouts.check(self._tuning_id)
-        elif self._settings.exceeds_max_failures(failed := self._failed.total(), self._jobs):
-            raise TooManyFailures(
-                f"stopped: {failed} of {self._finished} rollouts failed (max_failures {limit}), "
-                f"{_describe_failures(self._failed)}; finished "
-                f"rollouts are kept in tuning {self._tuning_id}"
-            )
-
-
-class FirstRollouts:
-    """Counts failures at the start of a runner, until one rollout succeeds."""
-
-    def __init__(self) -> None:
-        self._failed: Counter[str] = Counter()
-        self._one_returned = False
-
-    def record(self, failure: str | None) -> None:
-        """Count a finished rollout."""
-        self._one_returned = self._one_returned or failure is None
-        if not self._one_returned:
-            self._failed[str(failure)] += 1
-
-    def check(self, tuning_id: str) -> None:
-        """Raise TooManyFailures if all of the first rollouts failed."""
-        if not self._one_returned and self._failed.total() >= FIRST:
-            raise TooManyFailures(
-                f"stopped: all of the first {self._failed.total()} rollouts failed, "
-                f"{_describe_failures(self._failed)}; fix the "
-                "workflow (`ratchet doctor --workflow` tests it), or set tuner.max_failures to continue anyway; "
-                f"finished rollouts are kept in tuning {tuning_id}"
-            )
-
-
-def _describe_failures(failed: Counter[str]) -> str:
-    """Return the commonest failures with their counts."""
-    text = "; ".join(f"{times} of them with {failure}" for failure, times in failed.most_common(_SHOWN))
-    others = len(failed) - _SHOWN
-    return text + (f"; and {others} other failures" if others > 0 else "")
+def first_api_key() -> str | None:
+    """Return the API key of the rollouts: the first of RATCHET_API_KEYS."""
+    return os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,7 +27,7 @@ from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.trainer.statistics import Compared
 from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.rollouts.prices import Prices
-from ratchet.tuner.rollouts.runner import RolloutRunner, final_rollouts
+from ratchet.tuner.rollouts.runner import RolloutRunner, final_rollouts, first_api_key
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.selection.model_selection import ModelSelector, Request
@@ -64,7 +63,13 @@ class WorkflowEvaluator:
         request = self._request(candidate, live)
         run = self._run_of(request)
         runner = RolloutRunner(
-            self._store, self._proxy_url(), _first_key(), self._workflow, self._tuner(), alias=self._alias, check=check
+            self._store,
+            self._proxy_url(),
+            first_api_key(),
+            self._workflow,
+            self._tuner(),
+            alias=self._alias,
+            check=check,
         )
         selector = ModelSelector(self._store, runner, self._scorer, Prices({}))
         try:
@@ -140,8 +145,3 @@ def _evaluation(pair: Compared) -> PairedEvaluation | None:
 
 def _tasks(settings: ReleaseSettings) -> list[Task]:
     return list(TaskSet.open(settings.tasks or "").rows(settings.split, settings.evaluation_prompts))
-
-
-def _first_key() -> str | None:
-    """Return the API key of the rollouts: the first of RATCHET_API_KEYS."""
-    return os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or None
