@@ -15,10 +15,9 @@ import msgspec
 
 from ratchet.api import context
 from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, Arguments, read_arguments, split_of
-from ratchet.api.event_loop import synchronous
 from ratchet.api.reports import show_selection
 from ratchet.api.run_lease import COMMAND, RunCaller
-from ratchet.api.runs import TuningRun, start
+from ratchet.api.runs import TuningRun, start, synchronous
 from ratchet.api.try_out import evaluate_directly
 from ratchet.errors import InvalidArgument
 from ratchet.output import print_note
@@ -27,7 +26,7 @@ from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.statistics import CandidateScore, Compared, ScoreRange
 from ratchet.tuner.rollouts.runner import final_rollouts
-from ratchet.tuner.selection.model_selection import (
+from ratchet.tuner.selection import (
     ModelSelector,
     Request,
     Selection,

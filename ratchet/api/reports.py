@@ -14,7 +14,7 @@ from ratchet.output import print_table, pyplot, strip_control_characters
 from ratchet.trainer.statistics import CandidateScore
 from ratchet.tuner.reports import Row, TuningReport, TuningResult
 from ratchet.tuner.rollouts.prices import RolloutCost
-from ratchet.tuner.selection.model_selection import Figures, Selection
+from ratchet.tuner.selection import Figures, Selection
 
 COLUMNS = ("method", "technique", "score", "gain, 95% interval", "effect", "tokens", "time", "money", "serves now?")
 _SELECTION_COLUMNS = (

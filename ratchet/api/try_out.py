@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from ratchet.api.arguments import AnyJudge, AnyWorkflow, Arguments, read_arguments
 from ratchet.api.context import judge_of, model_server_of, task_set_of
-from ratchet.api.event_loop import synchronous
+from ratchet.api.runs import synchronous
 from ratchet.errors import InvalidArgument
 from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Trajectory, Transcript, Verdict, WorkflowResult
@@ -40,7 +40,7 @@ from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import NO_KEY, ROLLOUTS, RolloutJob, describe_error, plan_rollout
 from ratchet.tuner.rollouts.scoring import NO_JUDGE, SCORES
 from ratchet.tuner.rollouts.workflow import FunctionWorkflow, Workflow, WorkflowOutput, load_workflow, plain
-from ratchet.tuner.selection.model_selection import Selection, commonest, jobs_of_task, select
+from ratchet.tuner.selection import Selection, commonest, jobs_of_task, select
 from ratchet.tuner.settings import TunerSettings
 from ratchet.tuner.weights.trajectory_groups import ScoredTrajectory, TrajectoryGroup, check_groups
 

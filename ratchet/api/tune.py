@@ -27,10 +27,9 @@ from ratchet.api.arguments import (
     read_arguments,
     read_families,
 )
-from ratchet.api.event_loop import synchronous
 from ratchet.api.judge_server import JudgeServer
 from ratchet.api.run_lease import COMMAND, RunCaller
-from ratchet.api.runs import TuningRun, start
+from ratchet.api.runs import TuningRun, start, synchronous
 from ratchet.errors import InvalidArgument
 from ratchet.output import print_note
 from ratchet.settings import load_settings

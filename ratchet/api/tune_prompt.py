@@ -9,9 +9,8 @@ from typing import Any, Final, Literal
 
 from ratchet.api import context
 from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, read_arguments
-from ratchet.api.event_loop import synchronous
 from ratchet.api.run_lease import COMMAND, RunCaller
-from ratchet.api.runs import TuningRun, start
+from ratchet.api.runs import TuningRun, start, synchronous
 from ratchet.errors import InvalidArgument
 from ratchet.output import print_note
 from ratchet.settings.project_settings import Settings
@@ -21,7 +20,7 @@ from ratchet.trainer.controller.judges.language_model import key_of_model
 from ratchet.tuner.prompts.prompt_tuning import PromptRunContext, check, config_of
 from ratchet.tuner.prompts.prompt_tuning import run as run_tuning
 from ratchet.tuner.reports import TuningResult
-from ratchet.tuner.selection.model_selection import known_models
+from ratchet.tuner.selection import known_models
 from ratchet.tuner.settings import PromptSettings, TunerSettings
 
 SETTINGS: Final = {**context.SETTINGS, **{name: f"tuner.prompt.{name}" for name in PromptSettings.model_fields}}

@@ -126,7 +126,7 @@ def trainer(context: click.Context, settings: Settings, vllm: tuple[str, ...]) -
     logs.configure_logging(first.log_format, first.log_level, _above_bars if sys.stderr.isatty() else None)
     from ratchet.supervisor.learner_child import run_with_learner
     from ratchet.trainer.controller_service.controller_process import run
-    from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
+    from ratchet.tuner.selection import WorkflowEvaluator
 
     def run_agents(learner: LearnerAccess) -> int:
         def follow_agents(process: ControllerProcess) -> None:

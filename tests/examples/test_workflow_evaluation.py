@@ -19,7 +19,7 @@ from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import TrainerError, TuningError
 from ratchet.trainer.settings.trainer_sections import ReleaseSettings
-from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
+from ratchet.tuner.selection import WorkflowEvaluator
 from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.scripts import Messages, Script, calls, says

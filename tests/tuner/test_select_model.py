@@ -21,7 +21,7 @@ from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
-from ratchet.tuner.selection.model_selection import (
+from ratchet.tuner.selection import (
     ModelSelector,
     Request,
     Selection,

@@ -10,7 +10,7 @@ import pytest
 from ratchet.store.operation_records import Rollout
 from ratchet.store.states import RolloutState
 from ratchet.tuner.rollouts.prices import Money, Price, Prices
-from ratchet.tuner.selection.model_selection import Selection, select
+from ratchet.tuner.selection import Selection, select
 
 PRICES = Prices({"large": Price(10e-6, 10e-6), "small": Price(1e-6, 1e-6)})
 NONE = Prices({})

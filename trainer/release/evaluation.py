@@ -530,7 +530,7 @@ class _EvaluationJob:
 #
 # A version's own prompt is substituted as the proxy does it; judges see the agent's messages, as for live traffic.
 # Requests go to vLLM directly, and only the figures are recorded. The second judge, if there is one, sees the same
-# answers. For tasks that take more than one call, `ratchet.tuner.selection.release_evaluation` runs a workflow instead.
+# answers. For tasks that take more than one call, `ratchet.tuner.selection` runs a workflow instead.
 
 _MAX_DECISIONS = 50  # newest decisions that are searched for the previous prompt set
 _CONCURRENCY = 8  # prompts

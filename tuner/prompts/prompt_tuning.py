@@ -57,7 +57,7 @@ from ratchet.tuner.reports import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import Money, Prices, RolloutCost
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.scoring import RolloutScorer
-from ratchet.tuner.selection.model_selection import busy_seconds, figures_of
+from ratchet.tuner.selection import busy_seconds, figures_of
 from ratchet.tuner.settings import (
     MIN_HELD_OUT_TASKS,
     MIN_TRAIN_TASKS,

@@ -44,7 +44,7 @@ from ratchet.tuner.reports import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
 from ratchet.tuner.rollouts.scoring import RolloutScorer
-from ratchet.tuner.selection.model_selection import commonest, marks_of, rollout_cost
+from ratchet.tuner.selection import commonest, marks_of, rollout_cost
 from ratchet.tuner.tasks import TaskFamily, TaskMix
 
 BASELINE, WARM_START, ROUNDS = "baseline", "warm_start", "rounds"  # stages in order

@@ -19,7 +19,7 @@ from ratchet.trainer.errors import NotCallable, SettingError, WorkflowError
 from ratchet.trainer.tasks import TEST
 from ratchet.trainer.user_code import name_of
 from ratchet.tuner.rollouts.workflow import PARAMETERS
-from ratchet.tuner.selection.model_selection import Selection
+from ratchet.tuner.selection import Selection
 from ratchet_agentscope.functions import adapted_workflow
 from ratchet_agentscope.types import (
     AlgorithmConfig,

@@ -10,10 +10,15 @@ task, so drift over time affects all alike; attempt N at a task has the same see
 keeps finished rollouts; a failed attempt is a failure of its candidate and stops no other, and its cost counts; the
 judge sees all attempts at a task together. A candidate without a price is never chosen as the cheapest, and neither is
 any other while such a candidate might be cheaper.
+
+A release evaluation with a workflow compares candidate and live version on held-out tasks, never trained and listed by
+`ratchet tune runs`; an interrupted one is resumed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 import random
 import time
@@ -23,13 +28,20 @@ from typing import Any, Literal
 
 import msgspec
 
+from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.operation_records import Rollout, Tuning
-from ratchet.store.states import RolloutState
+from ratchet.store.records import Policy, Transcript
+from ratchet.store.states import RELEASE_EVALUATION, RolloutState, TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import list_models
+from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.errors import TrainerError, TuningError
+from ratchet.trainer.release.candidates import version_name
+from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation, Sides, compare_with_judge
+from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.trainer.statistics import (
     CandidateScore,
+    Compared,
     Mark,
     Missing,
     Ranking,
@@ -37,13 +49,15 @@ from ratchet.trainer.statistics import (
     rank,
     within_best,
 )
-from ratchet.trainer.tasks import Task
+from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.reports import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
-from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
+from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, first_api_key, pending_jobs
 from ratchet.tuner.rollouts.scoring import RolloutScorer
+from ratchet.tuner.rollouts.workflow import load_workflow
+from ratchet.tuner.settings import TunerSettings
 
-Policy = Literal["best", "cheapest"]
+Choice = Literal["best", "cheapest"]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +89,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
     ranking: Ranking
     figures: tuple[Figures, ...]  # in the ranking's order
-    policy: Policy
+    policy: Choice
     within: float | None
     chosen: str | None
     reason: str
@@ -127,7 +141,7 @@ def select(
     candidates: Sequence[str],
     prices: Prices,
     *,
-    policy: Policy = "best",
+    policy: Choice = "best",
     within: float | None = None,
     score_range: ScoreRange | None = None,
     failure_score: float = 0.0,
@@ -215,7 +229,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None
     attempts: int = 1
     seed: int = 0
-    policy: Policy = "best"
+    policy: Choice = "best"
     within: float | None = None
     failure_score: float = 0.0
     score_range: ScoreRange | None = None
@@ -250,7 +264,7 @@ def resolved(store: Store, candidates: Sequence[str], known: Sequence[str]) -> t
     return names
 
 
-def check_prices(candidates: Sequence[str], prices: Prices, policy: Policy) -> None:
+def check_prices(candidates: Sequence[str], prices: Prices, policy: Choice) -> None:
     """Raise TuningError if the policy is cheapest and a price is unknown."""
     unknown = [name for name in candidates if prices.of(name) is None] if policy == "cheapest" else []
     if unknown:
@@ -352,3 +366,121 @@ def _unscored(rollouts: Sequence[Rollout]) -> list[Rollout]:
 def _details(found: Selection) -> Mapping[str, object]:
     content: dict[str, object] = msgspec.to_builtins(found)
     return content
+
+
+_NEWEST = 50  # newest runs searched for one to resume
+
+
+class WorkflowEvaluator:
+    """Runs a workflow on held-out tasks with both versions of an alias, through a running proxy.
+
+    Failed rollouts count as failures of their version; if all of one version fail, nothing was measured and the
+    evaluation has failed.
+    """
+
+    def __init__(
+        self, store: Store, alias: str, settings: ReleaseSettings, judge: Judge, second: Judge | None = None
+    ) -> None:
+        """Raises WorkflowError, TaskSetError."""
+        self._store = store
+        self._alias = alias
+        self._settings = settings
+        self._judge = judge
+        self._second = second
+        self._workflow = load_workflow(settings.workflow or "")
+        self._tasks = _tasks(settings)
+        self._scorer = RolloutScorer(store, judge)
+
+    def close(self) -> None:
+        """Close the judges."""
+        self._judge.close()
+        if self._second is not None:
+            self._second.close()
+
+    def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> EvaluationResult:
+        """Return the paired comparison. Raises TuningError if nothing could be measured."""
+        request = self._request(candidate, live)
+        run = self._run_of(request)
+        runner = RolloutRunner(
+            self._store,
+            self._proxy_url(),
+            first_api_key(),
+            self._workflow,
+            self._tuner(),
+            alias=self._alias,
+            check=check,
+        )
+        selector = ModelSelector(self._store, runner, self._scorer, Prices({}))
+        try:
+            found = asyncio.run(selector.run(request, self._tasks, run))
+        except TuningError as error:
+            self._store.tunings.end(run.id, TuningState.FAILED, error=str(error))
+            raise
+        made = final_rollouts(self._store.rollouts.of_tuning(run.id))
+        self._check_measured(request, made)
+        first = _evaluation(found.ranking.pair(request.candidates[1], request.candidates[0]))
+        if first is None or self._second is None:
+            return EvaluationResult(first, run=run.id)
+        second = compare_with_judge(self._second, self._sides(request, made), "tasks")
+        return EvaluationResult(first, second, self._second.name, run.id)
+
+    def _request(self, candidate: Policy, live: Policy) -> Request:
+        settings = self._settings
+        return Request(
+            kind="eval", alias=self._alias, candidates=(version_name(live), version_name(candidate)),
+            tasks=str(settings.tasks),
+            split=settings.split, workflow=str(settings.workflow), judge=self._scorer.name,
+            limit=settings.evaluation_prompts, attempts=settings.evaluation_samples,
+        )  # fmt: skip
+
+    def _run_of(self, request: Request) -> Tuning:
+        """Resume the interrupted run of this evaluation, or start one."""
+        config = json.loads(msgspec.json.encode(request)) | {RELEASE_EVALUATION: True}  # as the store returns it
+        for one in self._store.tunings.page("eval", limit=_NEWEST, state=TuningState.RUNNING):
+            if one.alias == self._alias and dict(one.config) == config:
+                return self._store.tunings.resume(one.id)
+        return self._store.tunings.begin("eval", self._alias, config)
+
+    def _proxy_url(self) -> str:
+        if self._settings.proxy_url is not None:
+            return self._settings.proxy_url
+        instances = self._store.proxy_instances.running(self._alias, time.time() - PROXY_TIMEOUT_SECONDS)
+        if not instances:
+            raise TuningError(f"no proxy serves {self._alias}: the workflow has no endpoint; start `ratchet proxy`")
+        return max(instances, key=lambda instance: instance.heartbeat_at).url
+
+    def _tuner(self) -> TunerSettings:
+        settings = self._settings
+        return TunerSettings(
+            concurrency=settings.evaluation_concurrency, timeout_seconds=settings.evaluation_timeout_seconds
+        )
+
+    def _check_measured(self, request: Request, made: Sequence[Rollout]) -> None:
+        for name in request.candidates:
+            own = [one for one in made if one.candidate == name]
+            failed = [one for one in own if one.state is RolloutState.FAILED]
+            if own and len(failed) == len(own):
+                raise TuningError(f"all {len(own)} rollouts failed of {name}, e.g. {failed[0].failure}")
+
+    def _sides(self, request: Request, made: Sequence[Rollout]) -> list[Sides]:
+        """Return the finished trajectories of candidate and live version, by task."""
+        live, candidate = request.candidates
+        sides: dict[str, Mapping[str, list[Transcript]]] = {}
+        for one in made:
+            if one.state is RolloutState.ENDED:
+                sides.setdefault(one.task_id, {live: [], candidate: []})[one.candidate].append(
+                    self._store.trajectories.read(one.id)
+                )
+        return [(side[candidate], side[live]) for side in sides.values() if side[candidate] and side[live]]
+
+
+def _evaluation(pair: Compared) -> PairedEvaluation | None:
+    if pair.mean is None or pair.against_mean is None or pair.difference is None:
+        return None
+    return PairedEvaluation(
+        pair.tasks, pair.unjudged, pair.mean, pair.against_mean, pair.difference, pair.low, pair.high, what="tasks"
+    )
+
+
+def _tasks(settings: ReleaseSettings) -> list[Task]:
+    return list(TaskSet.open(settings.tasks or "").rows(settings.split, settings.evaluation_prompts))

@@ -1,1 +1,0 @@
-"""Model selection and release evaluations."""
