@@ -24,6 +24,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -294,31 +295,31 @@ def jobs_of_task(
     return [RolloutJob(task, attempt, name, name, scenario={"seed": seed}) for name in order]
 
 
+@dataclass
 class ModelSelector:
     """Runs or resumes one selection."""
 
-    def __init__(self, store: Store, runner: RolloutRunner, scorer: RolloutScorer, prices: Prices) -> None:
-        self._store = store
-        self._runner = runner
-        self._scorer = scorer
-        self._prices = prices
+    store: Store
+    runner: RolloutRunner
+    scorer: RolloutScorer
+    prices: Prices
 
     async def run(
         self, request: Request, tasks: Sequence[Task], tuning: Tuning, on_end: Callable[[Rollout], object] | None = None
     ) -> Selection:
         """Run and judge what is missing, choose, and store the result."""
         jobs = jobs_of(request, tasks)
-        await self._runner.run(pending_jobs(jobs, self._store.rollouts.of_tuning(tuning.id)), tuning.id, on_end)
+        await self.runner.run(pending_jobs(jobs, self.store.rollouts.of_tuning(tuning.id)), tuning.id, on_end)
         began = time.monotonic()
-        self._scorer.score(_unscored(self._store.rollouts.of_tuning(tuning.id)))
+        self.scorer.score(_unscored(self.store.rollouts.of_tuning(tuning.id)))
         judging = time.monotonic() - began
-        made = self._store.rollouts.of_tuning(tuning.id)
+        made = self.store.rollouts.of_tuning(tuning.id)
         found = select(
-            final_rollouts(made, jobs), request.candidates, self._prices, policy=request.policy,
+            final_rollouts(made, jobs), request.candidates, self.prices, policy=request.policy,
             within=request.within, score_range=request.score_range, failure_score=request.failure_score,
         )  # fmt: skip
         result = self._result(request, tasks, found, made, judging)
-        self._store.tunings.end(tuning.id, "done", plain(result))
+        self.store.tunings.end(tuning.id, "done", plain(result))
         return found
 
     def _result(
@@ -329,7 +330,7 @@ class ModelSelector:
         if request.kind == "eval" and len(request.candidates) == 2:
             best = request.candidates[1]
         over = (one for one in made if not one.planned)
-        spent = sum((rollout_cost(one, self._prices) for one in over), self._scorer.spent)
+        spent = sum((rollout_cost(one, self.prices) for one in over), self.scorer.spent)
         notes = [f"{found.chosen or 'none'} was chosen ({found.policy}): {found.reason}"]
         if best != baseline:
             notes.append("the gain is measured on the tasks of the choice")
@@ -371,6 +372,7 @@ def _details(found: Selection) -> Mapping[str, object]:
 _NEWEST = 50  # newest runs searched for one to resume
 
 
+@dataclass
 class WorkflowEvaluator:
     """Runs a workflow on held-out tasks with both versions of an alias, through a running proxy.
 
@@ -378,56 +380,54 @@ class WorkflowEvaluator:
     evaluation has failed.
     """
 
-    def __init__(
-        self, store: Store, alias: str, settings: ReleaseSettings, judge: Judge, second: Judge | None = None
-    ) -> None:
-        """Raises WorkflowError, TaskSetError."""
-        self._store = store
-        self._alias = alias
-        self._settings = settings
-        self._judge = judge
-        self._second = second
-        self._workflow = load_workflow(settings.workflow or "")
-        self._tasks = _tasks(settings)
-        self._scorer = RolloutScorer(store, judge)
+    store: Store
+    alias: str
+    settings: ReleaseSettings
+    judge: Judge
+    second: Judge | None = None
+
+    def __post_init__(self) -> None:
+        self._workflow = load_workflow(self.settings.workflow or "")
+        self._tasks = _tasks(self.settings)
+        self._scorer = RolloutScorer(self.store, self.judge)
 
     def close(self) -> None:
         """Close the judges."""
-        self._judge.close()
-        if self._second is not None:
-            self._second.close()
+        self.judge.close()
+        if self.second is not None:
+            self.second.close()
 
     def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> EvaluationResult:
         """Return the paired comparison. Raises TuningError if nothing could be measured."""
         request = self._request(candidate, live)
         run = self._run_of(request)
         runner = RolloutRunner(
-            self._store,
+            self.store,
             self._proxy_url(),
             first_api_key(),
             self._workflow,
             self._tuner(),
-            alias=self._alias,
+            alias=self.alias,
             check=check,
         )
-        selector = ModelSelector(self._store, runner, self._scorer, Prices({}))
+        selector = ModelSelector(self.store, runner, self._scorer, Prices({}))
         try:
             found = asyncio.run(selector.run(request, self._tasks, run))
         except TuningError as error:
-            self._store.tunings.end(run.id, TuningState.FAILED, error=str(error))
+            self.store.tunings.end(run.id, TuningState.FAILED, error=str(error))
             raise
-        made = final_rollouts(self._store.rollouts.of_tuning(run.id))
+        made = final_rollouts(self.store.rollouts.of_tuning(run.id))
         self._check_measured(request, made)
         first = _evaluation(found.ranking.pair(request.candidates[1], request.candidates[0]))
-        if first is None or self._second is None:
+        if first is None or self.second is None:
             return EvaluationResult(first, run=run.id)
-        second = compare_with_judge(self._second, self._sides(request, made), "tasks")
-        return EvaluationResult(first, second, self._second.name, run.id)
+        second = compare_with_judge(self.second, self._sides(request, made), "tasks")
+        return EvaluationResult(first, second, self.second.name, run.id)
 
     def _request(self, candidate: Policy, live: Policy) -> Request:
-        settings = self._settings
+        settings = self.settings
         return Request(
-            kind="eval", alias=self._alias, candidates=(version_name(live), version_name(candidate)),
+            kind="eval", alias=self.alias, candidates=(version_name(live), version_name(candidate)),
             tasks=str(settings.tasks),
             split=settings.split, workflow=str(settings.workflow), judge=self._scorer.name,
             limit=settings.evaluation_prompts, attempts=settings.evaluation_samples,
@@ -436,21 +436,21 @@ class WorkflowEvaluator:
     def _run_of(self, request: Request) -> Tuning:
         """Resume the interrupted run of this evaluation, or start one."""
         config = json.loads(msgspec.json.encode(request)) | {RELEASE_EVALUATION: True}  # as the store returns it
-        for one in self._store.tunings.page("eval", limit=_NEWEST, state=TuningState.RUNNING):
-            if one.alias == self._alias and dict(one.config) == config:
-                return self._store.tunings.resume(one.id)
-        return self._store.tunings.begin("eval", self._alias, config)
+        for one in self.store.tunings.page("eval", limit=_NEWEST, state=TuningState.RUNNING):
+            if one.alias == self.alias and dict(one.config) == config:
+                return self.store.tunings.resume(one.id)
+        return self.store.tunings.begin("eval", self.alias, config)
 
     def _proxy_url(self) -> str:
-        if self._settings.proxy_url is not None:
-            return self._settings.proxy_url
-        instances = self._store.proxy_instances.running(self._alias, time.time() - PROXY_TIMEOUT_SECONDS)
+        if self.settings.proxy_url is not None:
+            return self.settings.proxy_url
+        instances = self.store.proxy_instances.running(self.alias, time.time() - PROXY_TIMEOUT_SECONDS)
         if not instances:
-            raise TuningError(f"no proxy serves {self._alias}: the workflow has no endpoint; start `ratchet proxy`")
+            raise TuningError(f"no proxy serves {self.alias}: the workflow has no endpoint; start `ratchet proxy`")
         return max(instances, key=lambda instance: instance.heartbeat_at).url
 
     def _tuner(self) -> TunerSettings:
-        settings = self._settings
+        settings = self.settings
         return TunerSettings(
             concurrency=settings.evaluation_concurrency, timeout_seconds=settings.evaluation_timeout_seconds
         )
@@ -469,7 +469,7 @@ class WorkflowEvaluator:
         for one in made:
             if one.state is RolloutState.ENDED:
                 sides.setdefault(one.task_id, {live: [], candidate: []})[one.candidate].append(
-                    self._store.trajectories.read(one.id)
+                    self.store.trajectories.read(one.id)
                 )
         return [(side[candidate], side[live]) for side in sides.values() if side[candidate] and side[live]]
 

@@ -348,33 +348,27 @@ async def evaluate_directly(
     return made, selection, {task.id: task.row for task in tasks}
 
 
+@dataclass
 class _DirectRun:
     """Rollouts at one server. The attempts at a task are judged together, as everywhere."""
 
-    def __init__(
-        self,
-        workflow: Workflow,
-        judge: Judge | None,
-        tuner: TunerSettings,
-        server: ModelServer,
-        models: tuple[str, ...],
-        work: Phase,
-    ) -> None:
-        self._workflow = workflow
-        self._judge = judge
-        self._tuner = tuner
-        self._server = server
-        self._models = models
-        self._work = work
-        self._places = asyncio.Semaphore(tuner.concurrency)
-        self._judging = asyncio.Semaphore(judge.concurrency if judge is not None else 1)
+    workflow: Workflow
+    judge: Judge | None
+    tuner: TunerSettings
+    server: ModelServer
+    models: tuple[str, ...]
+    work: Phase
+
+    def __post_init__(self) -> None:
+        self._places = asyncio.Semaphore(self.tuner.concurrency)
+        self._judging = asyncio.Semaphore(self.judge.concurrency if self.judge is not None else 1)
 
     async def of_task(self, place: int, task: Task) -> list[Rollout]:
         """Return the rollouts of a task, the `place`-th."""
         jobs = [
             job
-            for attempt in range(self._tuner.attempts)
-            for job in jobs_of_task(task, place, attempt, self._models, self._tuner.seed)
+            for attempt in range(self.tuner.attempts)
+            for job in jobs_of_task(task, place, attempt, self.models, self.tuner.seed)
         ]
         pairs = await asyncio.gather(*(self._attempt(job) for job in jobs))
         ended = [(one, output) for one, output in pairs if output is not None]
@@ -386,9 +380,9 @@ class _DirectRun:
         async with self._places:
             began = time.time()
             try:
-                async with asyncio.timeout(self._tuner.timeout_seconds):
-                    output = await self._workflow.run(
-                        job.task.row, base_url=self._server.base_url, api_key=self._server.api_key or NO_KEY,
+                async with asyncio.timeout(self.tuner.timeout_seconds):
+                    output = await self.workflow.run(
+                        job.task.row, base_url=self.server.base_url, api_key=self.server.api_key or NO_KEY,
                         model=job.candidate, seed=job.scenario["seed"],
                     )  # fmt: skip
             except Exception as error:  # noqa: BLE001  any exception of the agent is a failed rollout
@@ -396,12 +390,12 @@ class _DirectRun:
         if output is not None:
             values = {"state": RolloutState.ENDED, "response": output.text, "reward": output.reward}
             values["metrics"] = output.metrics
-        self._work.add(failed=float(output is None))
+        self.work.add(failed=float(output is None))
         made = msgspec.structs.replace(plan_rollout(job, ""), started_at=began, ended_at=time.time(), **values)
         return made, output
 
     async def _scored(self, task: Task, ended: Sequence[tuple[Rollout, WorkflowOutput]]) -> list[Rollout]:
-        change, judge = msgspec.structs.replace, self._judge
+        change, judge = msgspec.structs.replace, self.judge
         if judge is None:
             return [
                 change(one, score=one.reward, judge_failure=None if one.reward is not None else NO_JUDGE)
@@ -411,7 +405,7 @@ class _DirectRun:
         if not members:
             return []
         async with self._judging:
-            if len(self._models) > 1:
+            if len(self.models) > 1:
                 judgement = await asyncio.to_thread(judge_in_both_orders, judge, members)
             else:
                 judgement = await asyncio.to_thread(judge.judge, None, members)

@@ -194,37 +194,29 @@ class Found:
     ended_by: str  # why the search ended
 
 
+@dataclass
 class PromptTuning:
     """Runs one plan."""
 
-    def __init__(
-        self,
-        trials: Trials,
-        budget: Budget,
-        optimizer: PromptOptimizer,
-        reflection: Callable[[SeedPrompt], Reflection],
-        plan: PromptPlan,
-        report: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._trials = trials
-        self._budget = budget
-        self._optimizer = optimizer
-        self._reflection = reflection
-        self._plan = plan
-        self._report = report
+    trials: Trials
+    budget: Budget
+    optimizer: PromptOptimizer
+    reflection: Callable[[SeedPrompt], Reflection]
+    plan: PromptPlan
+    report: Callable[[str], None] = lambda line: None
 
     def run(self) -> Found:
         """Run until the budget ends. Raises TuningError, Unjudged, TuningError."""
-        plan, trials = self._plan, self._trials
-        plan.check_budget(self._budget.rollouts)
-        self._budget.reserved_rollouts = plan.held_out_rollouts - trials.known(plan.sets.held_out)
+        plan, trials = self.plan, self.trials
+        plan.check_budget(self.budget.rollouts)
+        self.budget.reserved_rollouts = plan.held_out_rollouts - trials.known(plan.sets.held_out)
         seed = self._seed()
-        self._report(f"seed prompt: {seed.note}")
+        self.report(f"seed prompt: {seed.note}")
         ended_by = self._search(seed)
         tried = tuple(trials.tried(plan.sets.validation))
         baseline = trials.candidate(seed.text)
         best = self._best(tried, baseline)
-        self._report(f"{len(tried)} prompts were tried on all validation tasks; {ended_by}")
+        self.report(f"{len(tried)} prompts were tried on all validation tasks; {ended_by}")
         gain: Compared | None = None
         verdict: PromptVerdict = "no better"
         why = "no proposed prompt was better than the seed on the validation tasks"
@@ -235,7 +227,7 @@ class PromptTuning:
         return Found(seed, baseline, best, trials.prompt_of(best), verdict, why, gain, tried, ended_by)
 
     def _seed(self) -> SeedPrompt:
-        plan, trials = self._plan, self._trials
+        plan, trials = self.plan, self.trials
         seed = plan.seed_prompt
         if seed is None:
             probed = plan.sets.train[:PROBES]
@@ -251,7 +243,7 @@ class PromptTuning:
 
     def _search(self, seed: SeedPrompt) -> str:
         """Search; return why it ended."""
-        plan, trials = self._plan, self._trials
+        plan, trials = self.plan, self.trials
         try:
             trials.scores(seed.text, plan.sets.validation)
         except Unjudged as error:
@@ -263,11 +255,11 @@ class PromptTuning:
             raise TooManyFailures(f"every rollout of the seed prompt failed: {failure}")
         search = Search(
             train=plan.sets.train, validation=plan.sets.validation, seed=plan.settings.seed,
-            rollouts=self._budget.rollouts - plan.held_out_rollouts,
+            rollouts=self.budget.rollouts - plan.held_out_rollouts,
             max_prompt_chars=plan.settings.prompt.max_prompt_chars,
         )  # fmt: skip
         try:
-            self._optimizer.optimize(seed.text, trials, self._reflection(seed), search)
+            self.optimizer.optimize(seed.text, trials, self.reflection(seed), search)
         except BudgetExceeded as spent:
             return f"the budget ended: {spent}"
         return "the search ended"
@@ -280,19 +272,19 @@ class PromptTuning:
         return baseline if baseline in equal else equal[0]
 
     def _compared(self, best: str, baseline: str) -> Compared:
-        held_out, settings = self._plan.sets.held_out, self._plan.settings
+        held_out, settings = self.plan.sets.held_out, self.plan.settings
         both = [[(one, task, n) for n in range(settings.attempts) for one in (baseline, best)] for task in held_out]
-        enough = self._trials.affordable_rollouts(both)
+        enough = self.trials.affordable_rollouts(both)
         if enough < len(both):
             held_out = held_out[:enough]
-            self._report(
+            self.report(
                 f"compared on {enough} of {len(both)} held-out tasks: interrupted rollouts used the budget of the rest"
             )
         try:  # together, so that a judge that ranks sees both
-            self._trials.ensure_rollouts([place for task in both[:enough] for place in task], held_out=True)
+            self.trials.ensure_rollouts([place for task in both[:enough] for place in task], held_out=True)
         except BudgetExceeded as spent:
-            self._report(f"the comparison on held-out tasks was cut short: {spent}")
-        marks, against = (self._trials.marks(one, held_out, settings.attempts) for one in (best, baseline))
+            self.report(f"the comparison on held-out tasks was cut short: {spent}")
+        marks, against = (self.trials.marks(one, held_out, settings.attempts) for one in (best, baseline))
         return compare(marks, against, names=(best, baseline), failure_score=settings.failure_score)
 
 

@@ -11,6 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -54,53 +55,48 @@ _PARTS: Final = {
 Answered = Mapping[str, Any]
 
 
+@dataclass
 class ReflectionModel:
     """Queries one language model within a budget. `answered`: the answers that an earlier process of the run stored."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        budget: Budget,
-        *,
-        mode: str = "replace",
-        max_prompt_chars: int = 20_000,
-        answered: Sequence[Answered] = (),
-        keep: Callable[[Answered, Sequence[JudgeRequest]], None] = lambda answered, judge_requests: None,
-    ) -> None:
-        self._model = model
-        self._budget = budget
-        self._mode = mode
-        self._max_prompt_chars = max_prompt_chars
-        self._keep = keep
+    model: LanguageModel
+    budget: Budget
+    _: KW_ONLY
+    mode: str = "replace"
+    max_prompt_chars: int = 20_000
+    answered: Sequence[Answered] = ()
+    keep: Callable[[Answered, Sequence[JudgeRequest]], None] = lambda answered, judge_requests: None
+
+    def __post_init__(self) -> None:
         self._answers: dict[tuple[str, int], str | None] = {}  # by request and its repetition
         self._repetitions: Counter[str] = Counter()
         self._failed = 0
-        for one in answered:
+        for one in self.answered:
             question = str(one["question"])
             self._answers[question, self._repetitions[question]] = one["answer"]
             self._repetitions[question] += 1
-            budget.record_reflection(int(one["tokens"]), one["cost"])
+            self.budget.record_reflection(int(one["tokens"]), one["cost"])
         self._repetitions.clear()
 
     def propose(self, prompt: str, examples: Sequence[Example]) -> str:
         """Return a proposal to improve a prompt. Raises Unanswered, TuningError, BudgetExceeded."""
-        part, what = _PARTS[self._mode]
-        taken = len(_INSTRUCTIONS) + len(prompt) + self._max_prompt_chars
-        available = max(_MIN_EXAMPLE_CHARS, _BYTES_PER_TOKEN * self._model.spec.context_tokens - taken)
+        part, what = _PARTS[self.mode]
+        taken = len(_INSTRUCTIONS) + len(prompt) + self.max_prompt_chars
+        available = max(_MIN_EXAMPLE_CHARS, _BYTES_PER_TOKEN * self.model.spec.context_tokens - taken)
         example_json = truncated_json([_plain(example) for example in examples], available)
         question = [
-            {"role": "system", "content": _INSTRUCTIONS.format(part=part, what=what, max_chars=self._max_prompt_chars)},
+            {"role": "system", "content": _INSTRUCTIONS.format(part=part, what=what, max_chars=self.max_prompt_chars)},
             {"role": "user", "content": f'{{"prompt": {json.dumps(prompt)}, "examples": {example_json}}}'},
         ]
 
         def ask(session: JudgeModelSession) -> str:
-            return json.dumps({"prompt": self._model.ask(question, _SCHEMA, self._read, session)})
+            return json.dumps({"prompt": self.model.ask(question, _SCHEMA, self._read, session)})
 
         return self._read(json.loads(self._answer(question, ask)))
 
     def chat(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
         """Return the answer to a chat. Raises Unanswered, TuningError, BudgetExceeded."""
-        return self._answer(messages, lambda session: self._model.say(messages, session, temperature))
+        return self._answer(messages, lambda session: self.model.say(messages, session, temperature))
 
     def _answer(self, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]) -> str:
         digest = _digest(question)
@@ -116,7 +112,7 @@ class ReflectionModel:
     def _ask_model(
         self, digest: str, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]
     ) -> str:
-        self._budget.allow_reflection(sum(len(message["content"]) for message in question))
+        self.budget.allow_reflection(sum(len(message["content"]) for message in question))
         session = JudgeModelSession(NAME, None)
         answer: str | None = None
         try:
@@ -130,7 +126,7 @@ class ReflectionModel:
             raise Unanswered(str(error)) from error
         finally:
             tokens = sum(one.prompt_tokens + one.completion_tokens for one in session.judge_requests)
-            self._budget.record_reflection(tokens, session.cost)
+            self.budget.record_reflection(tokens, session.cost)
             seconds = sum(one.latency for one in session.judge_requests)
             record = {
                 "question": digest,
@@ -139,7 +135,7 @@ class ReflectionModel:
                 "cost": session.cost,
                 "seconds": seconds,
             }
-            self._keep(record, session.judge_requests)
+            self.keep(record, session.judge_requests)
         self._failed = 0
         return answer
 
@@ -148,8 +144,8 @@ class ReflectionModel:
         prompt = answer.get("prompt") if isinstance(answer, dict) else None
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError('"prompt" is not a text')
-        if len(prompt) > self._max_prompt_chars:
-            raise ValueError(f'"prompt" has {len(prompt)} characters, at most {self._max_prompt_chars} are allowed')
+        if len(prompt) > self.max_prompt_chars:
+            raise ValueError(f'"prompt" has {len(prompt)} characters, at most {self.max_prompt_chars} are allowed')
         return fit(prompt)
 
 

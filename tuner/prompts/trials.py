@@ -16,8 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, Literal
 
 from ratchet.store.operation_records import Rollout
@@ -130,40 +129,30 @@ class Tried:
     mean: float | None
 
 
+@dataclass
 class Trials:
     """The rollouts of one run, by candidate and task. Implements `Evaluate` for optimizers."""
 
-    def __init__(
-        self,
-        store: Store,
-        tuning_id: str,
-        tasks: Mapping[str, Task],
-        run: Run,
-        judge: Judge,
-        budget: Budget,
-        *,
-        mode: str = "replace",
-        max_prompt_chars: int = 20_000,
-        failure_score: float = 0.0,
-        model: str | None = None,
-        explanations: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self._store = store
-        self._tasks = tasks
-        self._run = run
-        self._judge = judge
-        self._budget = budget
-        self._mode = mode
-        self._max_prompt_chars = max_prompt_chars
-        self._failure_score = failure_score
-        self._model = model
-        self._explanations = explanations  # rollout id -> the judge's explanation; grows while rollouts are judged
+    store: Store
+    tuning_id: str
+    tasks: Mapping[str, Task]
+    run: Run
+    judge: Judge
+    budget: Budget
+    _: KW_ONLY
+    mode: str = "replace"
+    max_prompt_chars: int = 20_000
+    failure_score: float = 0.0
+    model: str | None = None
+    explanations: Mapping[str, str] = field(default_factory=dict)  # of the judge, by rollout; grows meanwhile
+
+    def __post_init__(self) -> None:
         self._rollouts: dict[RolloutKey, Rollout] = {}
         self._prompts: dict[str, str] = {}  # candidate -> prompt
         self._names: dict[str, str] = {}  # prompt -> candidate
         self._seed_keys: list[RolloutKey] = []  # the seed on validation tasks
         self._abandoned: list[Rollout] = []
-        for rollout in store.rollouts.of_tuning(tuning_id):
+        for rollout in self.store.rollouts.of_tuning(self.tuning_id):
             if rollout.counts:
                 self._record(rollout)
             elif rollout.state is RolloutState.ABANDONED:
@@ -172,7 +161,7 @@ class Trials:
 
     def begin(self, seed_prompt: str, validation: Sequence[str], *, is_agents_own: bool, mode: str) -> None:
         """Set the seed prompt. `is_agents_own`: the agent already sends it, so the proxy replaces nothing."""
-        self._mode = mode
+        self.mode = mode
         self._seed_keys = [(self.candidate(seed_prompt) if not is_agents_own else SEED, task, 0) for task in validation]
         if is_agents_own:
             self._prompts[SEED] = seed_prompt
@@ -180,7 +169,7 @@ class Trials:
 
     def text(self, task_id: str) -> str:
         """Return a task as bounded text."""
-        return shortened(json.dumps(dict(self._tasks[task_id].row), ensure_ascii=False, default=str), _MAX_TASK_CHARS)
+        return shortened(json.dumps(dict(self.tasks[task_id].row), ensure_ascii=False, default=str), _MAX_TASK_CHARS)
 
     def scores(self, prompt: str, task_ids: Sequence[str]) -> list[float]:
         """Return a score for each task. Raises Unjudged, SetAside, BudgetExceeded, TuningError."""
@@ -214,9 +203,9 @@ class Trials:
     def candidate(self, prompt: str) -> str:
         """Return the candidate id of a prompt, which is stored. Raises SetAside."""
         if prompt not in self._names:
-            if not prompt.strip() or len(prompt) > self._max_prompt_chars:
-                raise SetAside(f"a proposed prompt has {len(prompt)} characters, not 1 to {self._max_prompt_chars}")
-            name = self._store.prompts.register(prompt, self._mode, "ratchet tune prompt").id
+            if not prompt.strip() or len(prompt) > self.max_prompt_chars:
+                raise SetAside(f"a proposed prompt has {len(prompt)} characters, not 1 to {self.max_prompt_chars}")
+            name = self.store.prompts.register(prompt, self.mode, "ratchet tune prompt").id
             self._names[prompt] = name
             self._prompts[name] = prompt
         return self._names[prompt]
@@ -227,8 +216,8 @@ class Trials:
         self._judge_again([self._rollouts[place] for place in places if place in self._rollouts])
         missing = [place for place in places if place not in self._rollouts]
         while missing:
-            some = missing[: self._budget.allow(len(missing), held_out=held_out)]
-            for rollout in self._run([self._job(*place) for place in some]):
+            some = missing[: self.budget.allow(len(missing), held_out=held_out)]
+            for rollout in self.run([self._job(*place) for place in some]):
                 self._record(rollout)
             missing = missing[len(some) :]
 
@@ -253,9 +242,9 @@ class Trials:
     def transcript(self, candidate: str, task_id: str) -> Transcript | None:
         """Return the transcript of a rollout; None if it sent no call."""
         rollout = self._rollouts.get((candidate, task_id, 0))
-        if rollout is None or not self._store.trajectories.last_active([rollout.id]):
+        if rollout is None or not self.store.trajectories.last_active([rollout.id]):
             return None
-        return self._store.trajectories.read(rollout.id)
+        return self.store.trajectories.read(rollout.id)
 
     def known(self, task_ids: Sequence[str]) -> int:
         """Return the number of rollouts on these tasks."""
@@ -270,7 +259,7 @@ class Trials:
 
     def affordable_rollouts(self, places: Sequence[Sequence[RolloutKey]]) -> int:
         """Return how many of these sets of keys, from the first, the remaining rollouts suffice for."""
-        left = self._budget.left(held_out=True)
+        left = self.budget.left(held_out=True)
         for number, some in enumerate(places):
             left -= sum(place not in self._rollouts for place in some)
             if left < 0:
@@ -289,10 +278,10 @@ class Trials:
     def _job(self, candidate: str, task: str, attempt: int) -> RolloutJob:
         swapped = candidate != SEED
         return RolloutJob(
-            task=self._tasks[task],
+            task=self.tasks[task],
             attempt=attempt,
             candidate=candidate,
-            model=self._model,
+            model=self.model,
             purpose="eval",
             prompt_id=candidate if swapped else None,
             system_prompt=self._prompts[candidate] if swapped else None,
@@ -302,18 +291,18 @@ class Trials:
 
     def _count_abandoned_tokens(self) -> None:
         """Count the tokens of rollouts that a killed run left in progress; planned ones cost nothing."""
-        began = self._store.trajectories.last_active([one.id for one in self._abandoned])
+        began = self.store.trajectories.last_active([one.id for one in self._abandoned])
         self._abandoned = [one for one in self._abandoned if one.id in began]
         for one in self._abandoned:
-            self._budget.record_rollout(one.prompt_tokens + one.completion_tokens)
+            self.budget.record_rollout(one.prompt_tokens + one.completion_tokens)
 
     def _record(self, rollout: Rollout) -> None:
-        self._budget.record_rollout(rollout.prompt_tokens + rollout.completion_tokens)
+        self.budget.record_rollout(rollout.prompt_tokens + rollout.completion_tokens)
         self._rollouts[rollout.candidate, rollout.task_id, rollout.attempt] = rollout
 
     def _judge_again(self, rollouts: Sequence[Rollout]) -> None:
         unjudged = [one for one in rollouts if one.state is RolloutState.ENDED and one.score is None]
-        for rollout in self._judge(unjudged) if unjudged else ():
+        for rollout in self.judge(unjudged) if unjudged else ():
             self._rollouts[rollout.candidate, rollout.task_id, rollout.attempt] = rollout
 
     def _score(self, rollout: Rollout) -> float | None:
@@ -325,7 +314,7 @@ class Trials:
         It is constant during a search, so that a resumed search takes the same steps.
         """
         measured = (self._rollouts[place].score for place in self._seed_keys if place in self._rollouts)
-        return min((self._failure_score, *(score for score in measured if score is not None)))
+        return min((self.failure_score, *(score for score in measured if score is not None)))
 
     def _mark(self, rollout: Rollout | None) -> Mark:
         if rollout is not None and rollout.state is RolloutState.FAILED:
@@ -335,7 +324,7 @@ class Trials:
     def _feedback(self, rollout: Rollout) -> str:
         if rollout.failure is not None:
             return f"The agent failed: {rollout.failure}"
-        return self._explanations.get(rollout.id, "")
+        return self.explanations.get(rollout.id, "")
 
 
 def format_transcript(transcript: Transcript) -> str:

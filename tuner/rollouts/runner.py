@@ -19,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +70,7 @@ class RolloutJob:
         return self.candidate, self.task.id, self.attempt, self.step
 
 
+@dataclass
 class RolloutRunner:
     """Runs one workflow through one proxy, which must use the same store.
 
@@ -77,30 +78,22 @@ class RolloutRunner:
     functions print goes to standard error, so that a command's standard output holds its data only.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        proxy_url: str,
-        api_key: str | None,
-        workflow: Workflow,
-        settings: TunerSettings,
-        *,
-        alias: str = "policy",
-        progress: Progress | None = None,
-        check: Callable[[], None] = lambda: None,
-        keep_stdout: bool = True,
-    ) -> None:
-        self._store = store
-        self._check = check
-        self._keep_stdout = keep_stdout
+    store: Store
+    proxy_url: str
+    api_key: str | None
+    workflow: Workflow
+    settings: TunerSettings
+    _: KW_ONLY
+    alias: str = "policy"
+    progress: Progress = field(default_factory=Progress)
+    check: Callable[[], None] = lambda: None
+    keep_stdout: bool = True
+
+    def __post_init__(self) -> None:
         self._failures = _Failures()
-        self._proxy_url = proxy_url.rstrip("/").removesuffix("/v1")
-        self._api_key = api_key or NO_KEY
-        self._workflow = workflow
+        self._proxy_url = self.proxy_url.rstrip("/").removesuffix("/v1")
+        self._api_key = self.api_key or NO_KEY
         self._workflows: Mapping[str, Workflow] = {}
-        self._settings = settings
-        self._alias = alias
-        self._progress = progress or Progress()
 
     def with_families(self, workflows: Mapping[str, Workflow]) -> RolloutRunner:
         """Return a runner that runs tasks with the ids `FAMILY/...` with these workflows, all others as this one."""
@@ -117,11 +110,11 @@ class RolloutRunner:
         """
         failures = (self._failures, _Failures())
         asyncio.get_running_loop().set_task_factory(guarded_task)  # also in tasks that agents create
-        state = _RunState(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end, failures)
+        state = _RunState(self.store, jobs, tuning_id, self.progress.begin(ROLLOUTS, len(jobs)), on_end, failures)
         await state.write(self._remember, jobs)
-        workers = [asyncio.create_task(self._work(state)) for _ in range(min(self._settings.concurrency, len(jobs)))]
+        workers = [asyncio.create_task(self._work(state)) for _ in range(min(self.settings.concurrency, len(jobs)))]
         try:
-            with contextlib.redirect_stdout(sys.stderr) if self._keep_stdout else contextlib.nullcontext():
+            with contextlib.redirect_stdout(sys.stderr) if self.keep_stdout else contextlib.nullcontext():
                 await self._watched(workers)
         finally:
             for worker in workers:
@@ -140,31 +133,31 @@ class RolloutRunner:
             ended, running = await asyncio.wait(running, timeout=_CHECK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
             for worker in ended:
                 worker.result()
-            self._check()
+            self.check()
 
     def _remember(self, jobs: Sequence[RolloutJob]) -> None:
         tasks = {job.task.id: job.task for job in jobs}.values()
-        self._store.tasks.register(
+        self.store.tasks.register(
             TaskRow(id=one.id, task_set=one.set, split=one.split, content=one.row) for one in tasks
         )
 
     async def _work(self, state: _RunState) -> None:
         while (planned := await state.next()) is not None:
-            self._check()
+            self.check()
             number, rollout = planned
             job = state.jobs[number]
-            failed = await self._run_attempt(state, number, rollout, last=not self._settings.max_retries)
-            for again in range(1, self._settings.max_retries + 1):
+            failed = await self._run_attempt(state, number, rollout, last=not self.settings.max_retries)
+            for again in range(1, self.settings.max_retries + 1):
                 if not failed:
                     break
                 rollout = plan_rollout(job, state.tuning_id, scenario={**job.scenario, "retry": again})
-                await state.write(self._store.rollouts.plan, [rollout])
-                failed = await self._run_attempt(state, number, rollout, last=again == self._settings.max_retries)
+                await state.write(self.store.rollouts.plan, [rollout])
+                failed = await self._run_attempt(state, number, rollout, last=again == self.settings.max_retries)
             self._check_failures(state)
 
     def _check_failures(self, state: _RunState) -> None:
         """Raise TooManyFailures if too many rollouts of this call failed, or all of the runner's first ones."""
-        limit, (first, ours) = self._settings.max_failures, state.failures
+        limit, (first, ours) = self.settings.max_failures, state.failures
         failed, kept = ours.failed.total(), f"finished rollouts are kept in tuning {state.tuning_id}"
         if limit is None:
             if first.finished == first.failed.total() >= _FIRST:
@@ -179,15 +172,15 @@ class RolloutRunner:
     async def _run_attempt(self, state: _RunState, number: int, rollout: Rollout, last: bool) -> bool:
         """Run the workflow once and store the result; return whether it failed."""
         job, began = state.jobs[number], time.time()
-        limit = asyncio.timeout(self._settings.timeout_seconds)
-        workflow = self._workflows.get(job.task.id.rpartition("/")[0], self._workflow)
+        limit = asyncio.timeout(self.settings.timeout_seconds)
+        workflow = self._workflows.get(job.task.id.rpartition("/")[0], self.workflow)
         try:
             async with limit:
                 outcome = await workflow.run(
                     job.task.row,
                     base_url=f"{self._proxy_url}/t/{rollout.id}/v1",
                     api_key=self._api_key,
-                    model=job.model or self._alias,
+                    model=job.model or self.alias,
                     system_prompt=job.system_prompt,
                     seed=job.scenario.get("seed"),
                 )
@@ -196,7 +189,7 @@ class RolloutRunner:
                 raise
             failure = describe_error(error)
         except Exception as error:  # noqa: BLE001  any exception of the agent is a failed rollout
-            late = f"TimeoutError: the rollout exceeded {self._settings.timeout_seconds:g} s (tuner.timeout_seconds)"
+            late = f"TimeoutError: the rollout exceeded {self.settings.timeout_seconds:g} s (tuner.timeout_seconds)"
             failure = late if limit.expired() and isinstance(error, TimeoutError) else describe_error(error)
         else:
             values = {"response": outcome.text, "reward": outcome.reward, "metrics": outcome.metrics}
@@ -229,25 +222,19 @@ class _Failures:
         return text + (f"; and {others} other failures" if others > 0 else "")
 
 
+@dataclass
 class _RunState:
     """State of one call of `run`: pending, finished and failed rollouts."""
 
-    def __init__(
-        self,
-        store: Store,
-        jobs: Sequence[RolloutJob],
-        tuning_id: str,
-        work: Phase,
-        on_end: Callable[[Rollout], object] | None,
-        failures: tuple[_Failures, _Failures],
-    ) -> None:
-        self.jobs = jobs
-        self.tuning_id = tuning_id
+    store: Store
+    jobs: Sequence[RolloutJob]
+    tuning_id: str
+    work: Phase
+    on_end: Callable[[Rollout], object] | None
+    failures: tuple[_Failures, _Failures]
+
+    def __post_init__(self) -> None:
         self.ended: dict[int, Rollout] = {}
-        self.failures = failures
-        self._store = store
-        self._work = work
-        self._on_end = on_end
         self._upcoming: Iterator[tuple[int, Rollout]] = iter(())
         self._planned = 0
         self._lock = asyncio.Lock()
@@ -266,7 +253,7 @@ class _RunState:
             if found is None and self._planned < len(self.jobs):
                 numbers = range(self._planned, min(self._planned + _PLANNED_AHEAD, len(self.jobs)))
                 some = [plan_rollout(self.jobs[number], self.tuning_id) for number in numbers]
-                await self.write(self._store.rollouts.plan, some)
+                await self.write(self.store.rollouts.plan, some)
                 self._planned = numbers.stop
                 self._upcoming = iter(zip(numbers, some, strict=True))
                 found = next(self._upcoming)
@@ -290,7 +277,7 @@ class _RunState:
     async def _write_ends(self) -> None:
         while self._unwritten:
             some, self._unwritten = self._unwritten, []
-            await self.write(self._store.rollouts.end_all, [over for _, over in some])
+            await self.write(self.store.rollouts.end_all, [over for _, over in some])
             for number, over in some:
                 if number is not None:
                     self._count(number, over)
@@ -300,9 +287,9 @@ class _RunState:
         failed = rollout.state is RolloutState.FAILED
         reward = {} if rollout.reward is None else {"reward": rollout.reward}
         seconds = (rollout.ended_at or 0.0) - (rollout.started_at or 0.0)
-        self._work.add(failed=float(failed), seconds=seconds, **reward)
-        if self._on_end is not None:
-            self._on_end(rollout)
+        self.work.add(failed=float(failed), seconds=seconds, **reward)
+        if self.on_end is not None:
+            self.on_end(rollout)
 
     async def written(self) -> None:
         """Wait until every finished rollout is stored. Raises the store's errors."""
@@ -312,7 +299,7 @@ class _RunState:
     def end(self) -> None:
         """Finish pending writes and close the progress bar."""
         self._writer.shutdown()
-        self._work.end()
+        self.work.end()
 
 
 def plan_rollout(job: RolloutJob, tuning_id: str, scenario: Mapping[str, Any] | None = None) -> Rollout:

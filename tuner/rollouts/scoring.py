@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
@@ -34,43 +35,36 @@ NO_CALL = "no call of this rollout reached the proxy: the workflow must use the 
 NO_JUDGE = "no judge is set and the workflow returned no reward: give --judge, or return {response, reward}"
 
 
+@dataclass
 class RolloutScorer:
     """Scores rollouts with a judge, or with their own rewards if there is none.
 
     `check` is called before each group and raises if no further one may be judged. `keep_stdout` is that of the runner.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        judge: Judge | None,
-        *,
-        max_wait_seconds: float = 60.0,
-        progress: Progress | None = None,
-        clock: Callable[[], float] = time.time,
-        check: Callable[[], None] = lambda: None,
-        keep_stdout: bool = True,
-    ) -> None:
-        self._store = store
-        self._check = check
-        self._keep_stdout = keep_stdout
-        self._judge = judge
-        self._max_wait_seconds = max_wait_seconds
-        self._progress = progress or Progress()
-        self._clock = clock
+    store: Store
+    judge: Judge | None
+    _: KW_ONLY
+    max_wait_seconds: float = 60.0
+    progress: Progress = field(default_factory=Progress)
+    clock: Callable[[], float] = time.time
+    check: Callable[[], None] = lambda: None
+    keep_stdout: bool = True
+
+    def __post_init__(self) -> None:
         self.spent = RolloutCost()  # cost of the judge's language-model calls
 
     @property
     def name(self) -> str:
         """Name and version of the judge: scores of different judges are not comparable."""
-        return f"{self._judge.name} ({self._judge.version})" if self._judge is not None else WORKFLOW
+        return f"{self.judge.name} ({self.judge.version})" if self.judge is not None else WORKFLOW
 
     def count_abandoned_tokens(self, tuning_id: str) -> None:
         """Count the tokens of rollouts that a killed run left in progress, once every proxy has shipped them."""
-        cut_off = [one for one in self._store.rollouts.of_tuning(tuning_id) if one.state is RolloutState.ABANDONED]
+        cut_off = [one for one in self.store.rollouts.of_tuning(tuning_id) if one.state is RolloutState.ABANDONED]
         if cut_off:
             self._wait(max(one.ended_at or 0.0 for one in cut_off))
-            self._store.rollouts.count_tokens([one.id for one in cut_off])
+            self.store.rollouts.count_tokens([one.id for one in cut_off])
 
     def score(
         self, rollouts: Sequence[Rollout], on_verdict: Callable[[Verdict], object] = lambda verdict: None
@@ -81,27 +75,27 @@ class RolloutScorer:
         """
         over = [one for one in rollouts if not one.planned]
         shipped = self._wait(max((one.ended_at or 0.0 for one in over), default=0.0))
-        self._store.rollouts.count_tokens([one.id for one in over])
+        self.store.rollouts.count_tokens([one.id for one in over])
         ended = [one for one in over if one.state is RolloutState.ENDED]
-        work = self._progress.begin(SCORES, len(ended))
-        if self._judge is None:
+        work = self.progress.begin(SCORES, len(ended))
+        if self.judge is None:
             for one in ended:
                 self._write(one.id, one.reward, WORKFLOW, None if one.reward is not None else NO_JUDGE, work)
         else:
-            with contextlib.redirect_stdout(sys.stderr) if self._keep_stdout else contextlib.nullcontext():
-                self._judge_groups(self._judge, self._complete(ended, shipped, work), work, on_verdict)
+            with contextlib.redirect_stdout(sys.stderr) if self.keep_stdout else contextlib.nullcontext():
+                self._judge_groups(self.judge, self._complete(ended, shipped, work), work, on_verdict)
         work.end()
-        return [self._store.rollouts.get(one.id) for one in rollouts]
+        return [self.store.rollouts.get(one.id) for one in rollouts]
 
     def _wait(self, moment: float) -> float:
         """Wait, up to the limit, until every proxy has shipped its records from before this time (Unix seconds).
 
         Returns the time up to which all have shipped.
         """
-        until = self._clock() + self._max_wait_seconds
+        until = self.clock() + self.max_wait_seconds
         while True:
-            now = self._clock()
-            shipped = self._store.proxy_instances.shipped_until(None, now, since=now - PROXY_TIMEOUT_SECONDS)
+            now = self.clock()
+            shipped = self.store.proxy_instances.shipped_until(None, now, since=now - PROXY_TIMEOUT_SECONDS)
             if shipped > moment or now >= until:
                 return shipped
             time.sleep(_POLL_SECONDS)
@@ -117,7 +111,7 @@ class RolloutScorer:
         return complete
 
     def _missing_calls(self) -> str:
-        return f"its calls are not all in the store after {self._max_wait_seconds:g} s (tuner.judge_wait_seconds)"
+        return f"its calls are not all in the store after {self.max_wait_seconds:g} s (tuner.judge_wait_seconds)"
 
     def _judge_groups(
         self, judge: Judge, ended: Sequence[Rollout], work: Phase, on_verdict: Callable[[Verdict], object]
@@ -126,7 +120,7 @@ class RolloutScorer:
         pending: deque[Future[GroupJudgement]] = deque()  # bounded, because transcripts are long
         try:
             for group in _by_task(ended):
-                self._check()
+                self.check()
                 if members := self._transcripts(judge, group, work):
                     compared = (
                         len({one.candidate for one in group}) > 1
@@ -143,7 +137,7 @@ class RolloutScorer:
     def _result(self, judgement: Future[GroupJudgement]) -> GroupJudgement:
         """Return the judgement once it is there; raise if the run was cancelled meanwhile."""
         while not judgement.done():
-            self._check()
+            self.check()
             wait([judgement], _POLL_SECONDS)
         return judgement.result()
 
@@ -159,7 +153,7 @@ class RolloutScorer:
         found = []
         for one in group:
             try:
-                transcript = self._store.trajectories.read(one.id)
+                transcript = self.store.trajectories.read(one.id)
             except RecordNotFound:
                 self._write(one.id, None, judge.name, NO_CALL, work)
                 continue
@@ -173,7 +167,7 @@ class RolloutScorer:
         self._write(verdict.trajectory_id, verdict.score, verdict.judge, verdict.failure, work)
 
     def _write(self, name: str, score: float | None, judge: str, failure: str | None, work: Phase) -> None:
-        self._store.rollouts.score(name, score, judge, failure)
+        self.store.rollouts.score(name, score, judge, failure)
         work.add(failed=float(score is None), **({} if score is None else {"score": score}))
 
 

@@ -22,6 +22,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -140,47 +141,37 @@ _POLL_SECONDS = 0.2  # seconds
 _MAX_ROUNDS = 1000  # newest ones of the trainer that are read
 
 
+@dataclass
 class WeightsTuning:
     """One run. `watch` is called regularly and raises if a service has ended; `report` receives progress messages."""
 
-    def __init__(
-        self,
-        store: Store,
-        tuning: Tuning,
-        families: Sequence[TaskFamily],
-        trainer: TrainerSettings,
-        runner: RolloutRunner,
-        scorer: RolloutScorer,
-        *,
-        evaluator: RolloutRunner | None = None,
-        prices: Prices | None = None,
-        progress: Progress | None = None,
-        failure_score: float = 0.0,
-        watch: Callable[[], None] = lambda: None,
-        report: Callable[[str], object] = lambda line: None,
-    ) -> None:
-        self._store = store
-        self._tuning = tuning
-        self._alias = tuning.alias
-        self._plan = plan = plan_of(tuning)
-        self._trainer = trainer
-        self._runner = runner
-        self._evaluator = evaluator or runner
-        self._scorer = scorer
-        self._prices = prices or Prices({})
-        self._progress = progress or Progress()
-        self._failure_score = failure_score
-        self._watch = watch
-        self._report = report
-        tests = {family.name: family.of(TEST, plan.eval_tasks) for family in families}
+    store: Store
+    tuning: Tuning
+    families: Sequence[TaskFamily]
+    trainer: TrainerSettings
+    runner: RolloutRunner
+    scorer: RolloutScorer
+    _: KW_ONLY
+    evaluator: RolloutRunner | None = None
+    prices: Prices = field(default_factory=lambda: Prices({}))
+    progress: Progress = field(default_factory=Progress)
+    failure_score: float = 0.0
+    watch: Callable[[], None] = lambda: None
+    report: Callable[[str], object] = lambda line: None
+
+    def __post_init__(self) -> None:
+        self._alias = self.tuning.alias
+        self._plan = plan = plan_of(self.tuning)
+        self._evaluator = self.evaluator or self.runner
+        tests = {family.name: family.of(TEST, plan.eval_tasks) for family in self.families}
         tested = {task.id for tasks in tests.values() for task in tasks}
         self._split: dict[str, dict[str, list[Task]]] = {
             TEST: tests,
-            VALIDATION: {one.name: one.validation(plan.validation_tasks, plan.seed, tested) for one in families},
+            VALIDATION: {one.name: one.validation(plan.validation_tasks, plan.seed, tested) for one in self.families},
         }
-        self._mix = TaskMix(families, plan.seed, tested | {task.id for task in self._of_split(VALIDATION)})
+        self._mix = TaskMix(self.families, plan.seed, tested | {task.id for task in self._of_split(VALIDATION)})
         self._began = time.monotonic()
-        self._state = msgspec.convert(tuning.result or {}, WeightsProgress)
+        self._state = msgspec.convert(self.tuning.result or {}, WeightsProgress)
         self._seconds_before = self._state.wall_seconds
 
     def _of_split(self, split: str) -> list[Task]:
@@ -192,7 +183,7 @@ class WeightsTuning:
             await self._baseline()
         if self._state.stage == WARM_START:
             await self._warm_start()
-        work = self._progress.begin(ROUNDS_DONE, self._plan.rounds)
+        work = self.progress.begin(ROUNDS_DONE, self._plan.rounds)
         while True:
             work.at(self._state.rounds, self._plan.rounds)
             if self._is_due():
@@ -201,7 +192,7 @@ class WeightsTuning:
             if self._state.rounds >= self._plan.rounds or self._out_of_patience():
                 break
             jobs = self._jobs(self._plan.collect + self._state.rounds, LIVE, None, "live", self._state.rounds)
-            await self._rollouts(self._runner, jobs)
+            await self._rollouts(self.runner, jobs)
             self._update(rounds=self._state.rounds + 1)
         work.end()
         self._select_best_version()
@@ -217,7 +208,7 @@ class WeightsTuning:
         if warms_up and self._plan.collect:
             rounds = range(self._plan.collect)
             jobs = [job for number in rounds for job in self._jobs(number, COLLECTED, model, "eval", number)]
-            await self._scored(await self._rollouts(self._runner, jobs))
+            await self._scored(await self._rollouts(self.runner, jobs))
         self._update(stage=WARM_START if warms_up else ROUNDS)
 
     def _jobs(self, drawn: int, candidate: str, model: str | None, purpose: str, step: int) -> list[RolloutJob]:
@@ -230,14 +221,14 @@ class WeightsTuning:
 
     async def _warm_start(self) -> None:
         """Wait for the trainer, which reads the stage from the store. Raises TuningError if it refuses."""
-        while (found := warm_start_metrics(self._store, self._alias, self._tuning.id)) is None:
-            ended = self._store.tunings.get(self._tuning.id)
+        while (found := warm_start_metrics(self.store, self._alias, self.tuning.id)) is None:
+            ended = self.store.tunings.get(self.tuning.id)
             if ended.state is not TuningState.RUNNING:
                 raise TuningError(ended.error or f"tuning {ended.id} was {ended.state}")
             await self._pause()
         version, metrics = found
-        while (policy := self._store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
-            if (held := self._store.policies.awaiting_approval(self._alias)) is not None and held.version == version:
+        while (policy := self.store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
+            if (held := self.store.policies.awaiting_approval(self._alias)) is not None and held.version == version:
                 self._note(f"the warm start's version {version} needs approval: see `ratchet policies show`")
                 break
             await self._pause()
@@ -278,7 +269,7 @@ class WeightsTuning:
             against_baseline=None if version == baseline else self._compared(version, baseline, split=split),
         )  # fmt: skip
         self._update(evaluations=(*self._state.evaluations, found))
-        self._report(f"after {found.round} rounds, {name} on the {split} tasks: {found.describe()}")
+        self.report(f"after {found.round} rounds, {name} on the {split} tasks: {found.describe()}")
 
     def _marks(self, version: int, split: str) -> dict[str, Any]:
         """Return the results of a version on a split, by task."""
@@ -286,13 +277,13 @@ class WeightsTuning:
         return marks_of(final_rollouts(one for one in self._of(self._name(version)) if one.task_id in wanted))
 
     def _score(self, marks: Mapping[str, Any]) -> CandidateScore:
-        return rank({"it": marks}, failure_score=self._failure_score).scores[0]
+        return rank({"it": marks}, failure_score=self.failure_score).scores[0]
 
     def _compared(self, version: int, against: int, family: str | None = None, split: str = TEST) -> Compared:
         """Compare two versions on a split, for one family or all."""
         ours, theirs = (_of_family(self._marks(one, split), family) for one in (version, against))
         names = (self._name(version), self._name(against))
-        return compare(ours, theirs, names=names, failure_score=self._failure_score)
+        return compare(ours, theirs, names=names, failure_score=self.failure_score)
 
     def _is_due(self) -> bool:
         """Whether an evaluation is due after the rounds so far."""
@@ -320,10 +311,10 @@ class WeightsTuning:
         if found.verdict is not ComparisonVerdict.WORSE:
             return
         reason = (
-            f"tuning {self._tuning.id}: on the validation tasks it is worse than {self._name(best)}: {found.describe()}"
+            f"tuning {self.tuning.id}: on the validation tasks it is worse than {self._name(best)}: {found.describe()}"
         )
         try:
-            self._store.policies.roll_back(
+            self.store.policies.roll_back(
                 self._alias, best, {"tuning": msgspec.to_builtins(found)}, by="tuner", reason=reason
             )
             self._note(f"rolled back from {self._name(live)} to {self._name(best)}: {found.describe()}")
@@ -337,25 +328,25 @@ class WeightsTuning:
         candidates = {job.candidate for job in jobs}
         known = [one for name in candidates for one in self._of(name)]
         if missing := pending_jobs(jobs, known):
-            await self._run_watched(runner.run(missing, self._tuning.id))
+            await self._run_watched(runner.run(missing, self.tuning.id))
         return final_rollouts((one for name in candidates for one in self._of(name)), jobs)
 
     async def _scored(self, rollouts: Sequence[Rollout]) -> None:
         if unscored := [one for one in rollouts if one.score is None]:  # again, if the judge has failed
-            await self._run_watched(asyncio.to_thread(self._scorer.score, unscored))
+            await self._run_watched(asyncio.to_thread(self.scorer.score, unscored))
 
     async def _wait_for_trainer(self) -> None:
         """Wait until the trainer has nothing left to train on, up to the limit."""
-        self._report(f"after {self._state.rounds} rounds: waiting for the trainer")
+        self.report(f"after {self._state.rounds} rounds: waiting for the trainer")
         until = time.monotonic() + self._plan.max_trainer_wait_seconds
-        size, groups = self._trainer.num_generations, self._trainer.groups_per_round
+        size, groups = self.trainer.num_generations, self.trainer.groups_per_round
         while time.monotonic() < until:
             await self._pause()
-            if is_drained(self._store, self._alias, num_generations=size, groups_per_round=groups):
+            if is_drained(self.store, self._alias, num_generations=size, groups_per_round=groups):
                 return
 
     async def _pause(self) -> None:
-        self._watch()
+        self.watch()
         await asyncio.sleep(_POLL_SECONDS)
 
     async def _run_watched(self, work: Coroutine[Any, Any, _Value]) -> _Value:
@@ -363,7 +354,7 @@ class WeightsTuning:
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=_POLL_SECONDS))[0]:
-                self._watch()
+                self.watch()
             return task.result()
         finally:
             task.cancel()
@@ -376,20 +367,20 @@ class WeightsTuning:
         seconds = self._seconds_before + time.monotonic() - self._began
         self._state = msgspec.structs.replace(self._state, wall_seconds=seconds, **changes)
         stored = msgspec.to_builtins(self._state) | {"stage": self._state.stage}
-        self._store.tunings.update(self._tuning.id, stored)
+        self.store.tunings.update(self.tuning.id, stored)
 
     def _of(self, candidate: str) -> list[Rollout]:
-        return self._store.rollouts.of_tuning(self._tuning.id, candidate)
+        return self.store.rollouts.of_tuning(self.tuning.id, candidate)
 
     def _live(self) -> int:
-        return self._store.policies.live()[self._alias].version
+        return self.store.policies.live()[self._alias].version
 
     def _name(self, version: int) -> str:
         return f"{self._alias}@{version}"
 
     def _result(self) -> TuningResult:
         """Return gain, cost, learning curve and gains by family."""
-        store, plan, state, run = self._store, self._plan, self._state, self._tuning.id
+        store, plan, state, run = self.store, self._plan, self._state, self.tuning.id
         final, baseline = self._live(), state.baseline
         tested = [one for one in state.evaluations if one.split == TEST]
         is_measured = final in {one.version for one in tested}
@@ -399,10 +390,10 @@ class WeightsTuning:
         rollouts = final_rollouts(made)
         ours = [] if state.warm_start is None else ["SFT"]
         if state.rounds:
-            estimator, loss = self._trainer.advantage_estimator, self._trainer.learner.loss_type
+            estimator, loss = self.trainer.advantage_estimator, self.trainer.learner.loss_type
             ours.append(f"{estimator} with {loss}, {state.rounds} rounds")
         notes = state.notes if is_measured else (*state.notes, f"{self._name(final)} was not evaluated")
-        trained = _trained(store, self._tuning) if state.rounds else None
+        trained = _trained(store, self.tuning) if state.rounds else None
         rewards = _rewards(store, (one for one in rollouts if one.candidate == LIVE))
         tests, families = self._of_split(TEST), list(self._split[TEST]) if gain is not None else []
         own = [f"{name}={spec}" for name, spec in sorted(plan.family_workflows.items())]
@@ -411,14 +402,14 @@ class WeightsTuning:
             technique=" -> ".join(ours) or "evaluation only",
             alias=self._alias,
             task_set=task_set(", ".join(plan.families), "test", [task.id for task in tests]),
-            judge=self._scorer.name,
+            judge=self.scorer.name,
             workflow="; ".join([plan.workflow, *own]),
             attempts=plan.eval_attempts,
             baseline=self._name(baseline),
             best=self._name(final) if gain is not None and gain.verdict is ComparisonVerdict.BETTER else None,
             gain=gain,
             spent=sum(
-                (rollout_cost(one, self._prices) for one in made if one.counts or one.prompt_tokens), RolloutCost()
+                (rollout_cost(one, self.prices) for one in made if one.counts or one.prompt_tokens), RolloutCost()
             ),
             wall_seconds=state.wall_seconds,
             promoted=self._name(final) if final != baseline else None,
