@@ -392,7 +392,6 @@ class WorkflowEvaluator:
         self._scorer = RolloutScorer(self.store, self.judge)
 
     def close(self) -> None:
-        """Close the judges."""
         self.judge.close()
         if self.second is not None:
             self.second.close()

@@ -87,7 +87,6 @@ class ImportedTasks:
             shutil.rmtree(old, ignore_errors=True)
 
     def all(self) -> list[Imported]:
-        """Return all imported sets by name."""
         for old in self._folder.glob(f"{_REPLACED}*"):  # left by a killed import
             self._recover(old.name.removeprefix(_REPLACED))
         return [_read(about) for about in sorted(self._folder.glob(f"*/{_ABOUT}")) if about.parent.name[0] != "."]

@@ -50,7 +50,6 @@ _HEALTH_TIMEOUT = 5.0  # seconds
 
 
 def open_store(url: str, *, create: bool = True) -> closing[Store]:
-    """Open a store for a block."""
     return closing(open_store_(url, create=create))
 
 

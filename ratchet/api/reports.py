@@ -83,7 +83,6 @@ def effect_cells(row: Row) -> tuple[str, str, str]:
 
 
 def cost_cells(spent: RolloutCost | None, wall_seconds: float | None) -> tuple[str, str, str]:
-    """Return tokens, time and money."""
     if spent is None:
         return "", "", ""
     return f"{spent.prompt_tokens + spent.completion_tokens:,}", duration(wall_seconds), spent.money.describe()
@@ -118,7 +117,6 @@ def _piped(texts: Sequence[str]) -> str:
 
 
 def show_report(report: TuningReport) -> None:
-    """Print the table and its notes."""
     rows = [_report_cells(row) for row in report.rows]
     print_table(_table(COLUMNS, rows, heading(report), right=False), footnotes(report))
 

@@ -54,7 +54,6 @@ class RunCaller:
     families: Mapping[str, Function] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise RunCancelled if the run was cancelled."""
         if self.cancelled.is_set():
             raise RunCancelled("the run was cancelled")
 

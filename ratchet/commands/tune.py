@@ -34,7 +34,6 @@ fail_unless_better = click.option(
 
 
 def png(what: str) -> Callable[[_Command], _Command]:
-    """Return the option --png."""
     return click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help=f"Draw {what} into this file.")
 
 
@@ -75,7 +74,6 @@ def _count(name: str, least: int, text: str) -> Callable[[_Command], _Command]:
 
 
 def _prompt(name: str, text: str, **given: Any) -> Callable[[_Command], _Command]:
-    """Return an option that is a setting of `tuner.prompt`."""
     return options.setting(f"tuner.prompt.{name.replace('-', '_')}", f"--{name}", help=text, **given)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import json
 import subprocess
 import sys
@@ -231,9 +232,17 @@ def test_the_types_of_the_package_name_what_it_has() -> None:
         for name in line.names
     }
     assert typed == ratchet._MODULES
-    assert set(typed) < set(dir(ratchet))
+    assert {name for name in dir(ratchet) if not name.startswith("__")} == set(typed)
     with pytest.raises(AttributeError, match=r"no attribute 'tyr_out'; it has .*try_out"):
         _ = ratchet.tyr_out  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", [name for name in dir(ratchet) if name.endswith("_async")])
+def test_a_synchronous_function_has_the_signature_and_the_text_of_the_asynchronous_one(name: str) -> None:
+    waits, at_once = getattr(ratchet, name), getattr(ratchet, name.removesuffix("_async"))
+    assert inspect.signature(at_once) == inspect.signature(waits)
+    assert inspect.iscoroutinefunction(waits) > inspect.iscoroutinefunction(at_once)
+    assert (at_once.__name__, at_once.__doc__) == (name.removesuffix("_async"), waits.__doc__)
 
 
 def test_a_workflow_and_a_judge_are_tried_on_one_task() -> None:

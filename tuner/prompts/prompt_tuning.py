@@ -162,7 +162,6 @@ class PromptPlan:
 
     @property
     def held_out_rollouts(self) -> int:
-        """Rollouts of the held-out comparison."""
         return 2 * len(self.sets.held_out) * self.settings.attempts
 
     def check_budget(self, rollouts: int) -> None:

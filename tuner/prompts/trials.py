@@ -55,7 +55,6 @@ class Budget:
 
     @property
     def tokens_spent(self) -> int:
-        """Tokens of the agent and the reflection model."""
         return self.agent_tokens + self.reflection_tokens
 
     def left(self, *, held_out: bool = False) -> int:
@@ -168,7 +167,6 @@ class Trials:
             self._names[seed_prompt] = SEED
 
     def text(self, task_id: str) -> str:
-        """Return a task as bounded text."""
         return shortened(json.dumps(dict(self.tasks[task_id].row), ensure_ascii=False, default=str), _MAX_TASK_CHARS)
 
     def scores(self, prompt: str, task_ids: Sequence[str]) -> list[float]:
@@ -272,7 +270,6 @@ class Trials:
         return [*self._rollouts.values(), *self._abandoned]
 
     def prompt_of(self, candidate: str) -> str:
-        """Return the prompt of a candidate."""
         return self._prompts[candidate]
 
     def _job(self, candidate: str, task: str, attempt: int) -> RolloutJob:

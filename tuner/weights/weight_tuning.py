@@ -94,7 +94,6 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     against_baseline: Compared | None = None  # None for the baseline itself
 
     def describe(self) -> str:
-        """Return a one-line description."""
         mean = "no score" if self.mean is None else f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
         against = "" if self.against_baseline is None else f"; against the baseline {self.against_baseline.describe()}"
         return mean + against
@@ -272,7 +271,6 @@ class WeightsTuning:
         self.report(f"after {found.round} rounds, {name} on the {split} tasks: {found.describe()}")
 
     def _marks(self, version: int, split: str) -> dict[str, Any]:
-        """Return the results of a version on a split, by task."""
         wanted = {task.id for task in self._of_split(split)}
         return marks_of(final_rollouts(one for one in self._of(self._name(version)) if one.task_id in wanted))
 
@@ -280,7 +278,6 @@ class WeightsTuning:
         return rank({"it": marks}, failure_score=self.failure_score).scores[0]
 
     def _compared(self, version: int, against: int, family: str | None = None, split: str = TEST) -> Compared:
-        """Compare two versions on a split, for one family or all."""
         ours, theirs = (_of_family(self._marks(one, split), family) for one in (version, against))
         names = (self._name(version), self._name(against))
         return compare(ours, theirs, names=names, failure_score=self.failure_score)
