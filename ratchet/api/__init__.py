@@ -1,1 +1,1 @@
-"""The Python API: what `import ratchet` offers. The command line calls it. No module here imports click."""
+"""The Python API: what `import ratchet` offers. The command line calls it."""
