@@ -301,7 +301,7 @@ def test_of_several_models_one_must_be_named(server: str, models: list[str]) -> 
     [
         (3, judges, TASK, ratchet.WorkflowError, "workflow 3 is no function: give a function"),
         ("no_module:run", judges, TASK, ratchet.WorkflowError, "ModuleNotFoundError"),
-        (divides, judges, TASK, ratchet.WorkflowError, r"ZeroDivisionError: .*test_python_api.py:\d+"),
+        (divides, judges, TASK, ratchet.WorkflowError, r"ZeroDivisionError: .*test_python_evaluate.py:\d+"),
         (answers, 3, TASK, ratchet.JudgeError, "judge 3 is no function"),
         (answers, forgets, TASK, ratchet.JudgeError, "forgets returns nothing: end it with a score"),
         (answers, divides, TASK, ratchet.JudgeError, "divides: ZeroDivisionError"),
