@@ -1,21 +1,25 @@
-"""The agent is an ordinary one: what it imports, what it sends, how its rollouts end."""
+"""The mail agent: its rollouts, its workflow, its commands and what they refuse."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ratchet.demo
-from ratchet.demo.email_search.agent import TOOLS
+from ratchet.demo.email_search.__main__ import main
+from ratchet.demo.email_search.agent import TOOLS, NoAnswerError, workflow
+from ratchet.demo.email_search.judge import judge
 from ratchet.demo.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mail, Mailbox
 from ratchet.demo.email_search.tasks import MailTask, read_tasks
-from ratchet.demo.traffic import TaskRollout, shuffled
+from ratchet.demo.traffic import TaskRollout, means, shuffled
 from tests.harness.chat_models import Reply, ScriptedModel, completion, tool_call
 from tests.harness.examples.mail_rollouts import run_tasks
 
@@ -190,3 +194,146 @@ def test_the_order_of_tasks_follows_from_the_seed(home: Path) -> None:
     assert first == [task.id for task, _ in zip(shuffled(tasks, 3), range(900), strict=False)]
     assert first[:400] != first[400:]
     assert set(first[:400]) == set(first[400:]) == {task.id for task in tasks}
+
+
+@pytest.fixture(autouse=True)
+def _home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMAIL_SEARCH_HOME", str(home))
+
+
+async def run_workflow(task: MailTask, model: ScriptedModel) -> str | None:
+    return await workflow(asdict(task), base_url=model.base_url, api_key="sk-test", model="m")
+
+
+def answering(text: str) -> Reply:
+    return completion(tool_call("return_final_answer", json.dumps({"answer": text})))
+
+
+def test_it_takes_a_task_a_url_a_key_and_a_model_and_nothing_else() -> None:
+    assert list(inspect.signature(workflow).parameters) == ["task", "base_url", "api_key", "model"]
+
+
+async def test_the_answer_that_the_agent_gave_is_the_response(task: MailTask) -> None:
+    with ScriptedModel(lambda _: answering("Oslo")) as model:
+        assert await run_workflow(task, model) == "Oslo"
+    (headers,), (body,) = model.headers, model.requests
+    assert (headers["authorization"], body["model"]) == ("Bearer sk-test", "m")
+    assert body["messages"][-1]["content"] == task.question
+
+
+async def test_a_text_is_no_answer(task: MailTask) -> None:
+    with ScriptedModel(lambda _: completion({"role": "assistant", "content": "Oslo"})) as model:
+        assert await run_workflow(task, model) is None
+
+
+async def test_an_error_of_the_server_is_an_exception_and_never_an_empty_answer(task: MailTask) -> None:
+    refusal: Reply = (400, {"error": {"message": "no such model"}})
+    with ScriptedModel(lambda _: refusal) as model, pytest.raises(NoAnswerError, match="no such model"):
+        await run_workflow(task, model)
+
+
+async def test_without_a_mailbox_the_remedy_is_named(
+    task: MailTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMAIL_SEARCH_HOME", str(tmp_path))
+    with ScriptedModel(lambda _: answering("x")) as model, pytest.raises(FileNotFoundError, match="build-db"):
+        await run_workflow(task, model)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_judge_goes_by_the_tasks_row_where_it_is_given(task: MailTask, right: bool) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "a question that is in no task set"}]
+    messages.append(tool_call("return_final_answer", json.dumps({"answer": task.answer if right else "Atlantis"})))
+    assert judge({"messages": messages}, asdict(task))["score"] == float(right)
+
+
+ROOT = Path(__file__).parents[2]
+ALWAYS_OSLO = '{"answer": "Oslo"}'
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with ScriptedModel(lambda _: completion(tool_call("return_final_answer", ALWAYS_OSLO))) as model:
+        monkeypatch.setenv("OPENAI_BASE_URL", model.base_url)
+        monkeypatch.setenv("OPENAI_API_KEY", "x")
+        yield model
+
+
+@pytest.mark.slow
+def test_test_writes_rows_and_a_summary_of_all_held_out_tasks(
+    home: Path, tmp_path: Path, server: ScriptedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "deep" / "rows.jsonl"
+    arguments = ["test", "--home", str(home), "--model", "m", "--concurrency", "8"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    tasks = read_tasks(home, "test")
+    figures = json.loads(capsys.readouterr().out)
+    assert {row["question"] for row in rows} == {task.question for task in tasks}
+    assert figures["rollouts"] == len(rows) == len(tasks)
+    assert figures["success"] == round(sum(task.answer == "Oslo" for task in tasks) / len(tasks), 4)
+    assert figures["models"] == ["served@v3"]
+    assert figures["ends"] == {"answer": len(tasks)}
+
+
+def test_train_attempts_each_task_several_times_and_reports_each_round(
+    home: Path, tmp_path: Path, server: ScriptedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "--home", str(home), "--model", "m", "--out", str(tmp_path / "rows.jsonl")]
+    assert main([*arguments, "--tasks-per-round", "3", "--attempts", "4", "--rounds", "2", "--concurrency", "5"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
+    ids = [row["task_id"] for row in rows]
+    assert len(ids) == 24
+    assert {ids.count(one) for one in ids} == {4}
+    output = capsys.readouterr().err
+    assert "round=1 rollouts=12" in output
+    assert "round=2 rollouts=12" in output
+    assert "train rollouts=24 success=" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [(["test", "--model", "m"], "OPENAI_BASE_URL"), (["train"], "OPENAI_MODEL")],
+)
+def test_what_is_missing_is_named(
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    missing: str,
+) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.delenv("OPENAI_MODEL", raising=False)
+    assert main([*arguments, "--home", str(home)]) == 1
+    assert missing in capsys.readouterr().err
+
+
+def test_without_a_mailbox_the_command_names_the_remedy(
+    tmp_path: Path, server: ScriptedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["test", "--home", str(tmp_path), "--model", "m"]) == 1
+    assert "build-db" in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_everything_is_a_failed_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal: Reply = (404, {"error": {"message": "the model m does not exist"}})
+    with ScriptedModel(lambda _: refusal) as model:
+        monkeypatch.setenv("OPENAI_BASE_URL", model.base_url)
+        assert main(["test", "--home", str(home), "--model", "m", "--tasks", "4"]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_each_metric_has_its_own_divisor() -> None:
+    ended: dict[str, Any] = {"answer": None, "tool_failures": {}, "prompt_tokens": 9, "seconds": 1.0}
+    shared: dict[str, Any] = {"index": 0, "task_id": "t", "question": "q", "correct_answer": "a", "models": []}
+    good = TaskRollout(**shared, **ended, success=True, end="answer", turns=3, completion_tokens=30, errors=[])
+    lost = TaskRollout(**shared, **ended, success=False, end="api_error", turns=0, completion_tokens=0, errors=["x"])
+    assert means([good, lost]) == {
+        "success": 0.5,
+        "turns": 3.0,
+        "tool_failures": 0.0,
+        "seconds": 1.0,
+        "completion_tokens": 30.0,
+    }

@@ -20,11 +20,11 @@ from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.records import commit_round
-from tests.proxy.test_base_check import alarms, other, probe_results
 from tests.proxy.test_keys import bearer, made
 from tests.proxy.test_metrics import value
 from tests.proxy.test_other_models import entry
 from tests.proxy.test_rollouts import plan
+from tests.proxy.test_settings import alarms, other, probe_results
 
 AGENTS = ("mail", "support", "code")
 USER: Any = {"role": "user", "content": "hi"}

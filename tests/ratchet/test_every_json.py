@@ -20,7 +20,7 @@ from ratchet.store.records import Feedback
 from ratchet.store.store import open_store
 from tests import house
 from tests.harness.records import judged_group
-from tests.ratchet.test_prompt_promotion import ended
+from tests.ratchet.test_tune_prompt import ended
 
 HERE = Path(__file__).parent
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import ratchet
+from ratchet.api.runs import create_candidate
+from ratchet.errors import InvalidArgument
 from ratchet.store.states import PolicyState
+from ratchet.store.store import Store, open_store
 from ratchet.tuner.reports import read
 from tests.harness.cli.project import Project
 from tests.harness.proxy.servers import eventually
-from tests.harness.tuner import prompt_world
+from tests.harness.tuner import prompt_world, world_agent
 from tests.harness.tuner.prompt_project import AGENT, PromptProject, prompt_project
 
 ROOT = Path(__file__).parents[2]
@@ -125,3 +131,91 @@ def test_the_light_environment_of_the_command_has_no_torch() -> None:
     program = "import sys, ratchet.api.tune_prompt, ratchet.tuner.prompts.prompt_tuning; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.fixture
+def store(store_file: Path) -> Iterator[Store]:
+    opened = open_store(str(store_file))
+    opened.policies.register_base("agent", "base")
+    yield opened
+    opened.close()
+
+
+def ended(store: Store, verdict: str, prompt: str | None = "Be good.", state: str = "done") -> str:
+    """A run of prompt tuning that ended so; returns its id."""
+    found = None if prompt is None else store.prompts.register(prompt).id
+    details = {"verdict": verdict, "why": "so it was measured", "prompt_id": found}
+    run = store.tunings.begin("prompt", "agent", {})
+    store.tunings.end(run.id, state, {"details": details, "gain": {"low": 0.1}}, error="a test")
+    return run.id
+
+
+def test_a_better_prompt_becomes_a_candidate_with_its_evidence(store: Store) -> None:
+    run = ended(store, "better")
+    assert create_candidate(store, run) == "agent@1"
+    policy = store.policies.get("agent", 1)
+    assert policy.state is PolicyState.CANDIDATE
+    assert store.prompts.get(policy.prompt_id or "").text == "Be good."
+    assert policy.evidence == {"tuning": run, "verdict": "better", "gain": {"low": 0.1}}
+
+
+@pytest.mark.parametrize("verdict", ["worse", "no better", "inconclusive"])
+def test_a_prompt_that_is_not_shown_to_be_better_is_promoted_by_force_alone(store: Store, verdict: str) -> None:
+    run = ended(store, verdict)
+    with pytest.raises(InvalidArgument, match=f"{verdict}, so it was measured; promote it anyway with --force"):
+        create_candidate(store, run)
+    assert [one.version for one in store.policies.all("agent")] == [0]
+    assert create_candidate(store, run, force=True) == "agent@1"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "state", "message"),
+    [(None, "done", "found no better prompt"), ("Be good.", "failed", "no prompt to promote")],
+)
+def test_a_run_without_a_prompt_is_refused(store: Store, prompt: str | None, state: str, message: str) -> None:
+    run = ended(store, "better", prompt, state)
+    with pytest.raises(InvalidArgument, match=message):
+        create_candidate(store, run, force=True)
+
+
+@pytest.mark.slow
+async def test_a_better_prompt_is_found_for_an_agent_of_the_caller_and_promoted(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.folder)
+    answered: list[str] = []
+    hangs = [True]
+
+    async def agent(task: Mapping[str, Any], base_url: str, model: str) -> str:
+        if hangs[0] and len(answered) >= 4:
+            await asyncio.Event().wait()
+        answered.append(await world_agent.agent(task, base_url, model))
+        return answered[-1]
+
+    def judge(task: dict[str, Any], response: str) -> Any:
+        return world_agent.judge(response, task)
+
+    with prompt_project(project) as made:
+        named: dict[str, Any] = {"reflection_url": made.reflection.base_url, "reflection_model": "scripted-reflection"}
+        with pytest.raises(ratchet.InvalidArgument, match="needs --reflection-model"):
+            await ratchet.tune_prompt_async(agent, judge, "world", reflection_url=made.reflection.base_url)
+        with pytest.raises(ratchet.RatchetError, match="no reflection model is set"):
+            await ratchet.tune_prompt_async(agent, judge, "world")
+        assert made.store.tunings.page() == []
+        run = await ratchet.tune_prompt_async(agent, judge, "world", seed=1, max_rollouts=200, **named)
+        while run.status.rollouts < 4:
+            await asyncio.sleep(0.05)
+        run.cancel()
+        with pytest.raises(ratchet.RunCancelled):
+            await run
+        assert run.status.state == "stopped"
+        hangs[0] = False
+        with pytest.raises(ratchet.InvalidArgument, match="use the same judge"):
+            await ratchet.tune_prompt_async(agent, world_agent.judge, resume=run.id)
+        again = await (await ratchet.tune_prompt_async(agent, judge, resume=run.id))
+        assert again.best is not None
+        assert all(f"a {thing} is a {word}" in again.best for thing, word in prompt_world.WORDS.items())
+        assert "better" in again.report()
+        assert again.promote() == "policy@1"
+        assert made.store.policies.get("policy", 1).state is PolicyState.CANDIDATE
+        assert again.rollback(0) == "policy@0"

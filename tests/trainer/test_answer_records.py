@@ -1,4 +1,4 @@
-"""What a round writes about its answers, and a reason for all that is not trained."""
+"""What a round reads and writes: transcripts once, each answer with its advantage or the reason for no loss."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import struct
 from dataclasses import replace
 from pathlib import Path
 
+from ratchet.store.calls.trajectories import Trajectories
 from ratchet.store.reasons import UNTRAINED, DropReason
-from ratchet.store.records import unpack_halves
+from ratchet.store.records import Transcript, unpack_halves
 from ratchet.store.states import CallState
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges.judge_runner import TranscriptCache
 from ratchet.trainer.rows import build_rows
 from ratchet.trainer.rows.build_rows import Rows
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.rows.trajectory_export import REJECTED, AnswerRecords
 from tests import house
+from tests.harness.records import answered_trajectory, call_start, ended
 
 ROW = TokenRow("t", (1, 2, 3, 4, 5, 6), (0, 1, 1, 0, 1, 1), (0.0, -1.0, -1.0, 0.0, -1.0, -1.0), 0.5)
 ANSWERS = {("call_1", 0): 1, ("call_2", 0): 4}
@@ -71,3 +75,46 @@ def test_the_documentation_lists_the_same_reasons() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", page, re.MULTILINE)
     assert {(str(reason), reason.meaning) for reason in DropReason} <= set(rows)
     assert set(UNTRAINED.items()) <= set(rows)
+
+
+class CountingReads(Trajectories):
+    """Trajectories whose every read is written down."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store._engine)
+        self.names: list[str] = []
+
+    def read(self, trajectory_id: str, *, tokens: bool = True) -> Transcript:
+        self.names.append(trajectory_id)
+        return super().read(trajectory_id, tokens=tokens)
+
+
+def test_what_the_judge_was_given_is_not_read_again_for_the_round(store: Store) -> None:
+    for name in ("a", "b"):
+        answered_trajectory(store, name)
+    store.trajectories = reads = CountingReads(store)
+    transcripts = TranscriptCache(store)
+    given = [transcripts.read(name) for name in ("a", "b")]
+    assert transcripts.pop(["a", "b"]) == given
+    assert reads.names == ["a", "b"]
+    transcripts.pop(["a"])
+    assert reads.names == ["a", "b", "a"]  # it is kept for one round
+
+
+def test_a_trajectory_that_has_gone_on_is_read_again(store: Store) -> None:
+    answered_trajectory(store, "a")
+    transcripts = TranscriptCache(store)
+    assert len(transcripts.read("a").calls) == 1
+    store.calls.ship([ended(call_start("call_late", "a", at=50.0), {"role": "assistant", "content": "more"})])
+    assert len(transcripts.pop(["a"])[0].calls) == 2
+
+
+def test_no_more_than_so_many_are_kept(store: Store) -> None:
+    for name in ("a", "b", "c"):
+        answered_trajectory(store, name)
+    store.trajectories = reads = CountingReads(store)
+    transcripts = TranscriptCache(store, max_entries=2)
+    for name in ("a", "b", "c"):
+        transcripts.read(name)
+    transcripts.pop(["a", "b", "c"])
+    assert reads.names == ["a", "b", "c", "a"]
