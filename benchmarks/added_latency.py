@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import psutil
 
-from ratchet.supervisor import ports
+from ratchet.supervisor import services
 
 DIRECT, WITH_IDS, PROXIED = "direct", "direct, ids and logprobs", "through the proxy"
 _COMPARED = {
@@ -226,8 +226,8 @@ def _headers(key: str | None) -> dict[str, str]:
 def cpu_seconds_of(url: str) -> Callable[[], float] | None:
     """Return a function for the CPU seconds of the process that listens at a local URL; None if it is not seen."""
     parts = urlsplit(url)
-    owner = ports.port_holder(parts.port or 80) if parts.hostname in ("127.0.0.1", "::1", "localhost") else None
-    return (lambda: sum(psutil.Process(owner.pid).cpu_times()[:2])) if owner else None
+    owner = services.port_holder(parts.port or 80) if parts.hostname in ("127.0.0.1", "::1", "localhost") else None
+    return (lambda: sum(psutil.Process(owner[0]).cpu_times()[:2])) if owner else None
 
 
 def show(result: dict[str, Any]) -> None:

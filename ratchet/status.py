@@ -30,7 +30,7 @@ from ratchet.store.reports.version_reports import (
 )
 from ratchet.store.states import PolicyState, RoundState, TuningState
 from ratchet.supervisor import pidfile
-from ratchet.supervisor.project_lock import orphaned_pid
+from ratchet.supervisor.pidfile import orphaned_pid
 from ratchet.supervisor.up import last_proxy_url, read_run_state
 from ratchet.trainer.controller.rounds.backlog import RoundSize
 
@@ -80,7 +80,6 @@ def collect_status(settings: Settings) -> dict[str, Any]:
 
 
 def _service_status(settings: Settings, name: str, running: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a service, and its exits as `up` recorded them."""
     process = pidfile.running(settings.state.pid(name))
     exits = (running.get("exits") or {}).get(name)
     common = {"log": str(settings.state.log(name)), "exits": exits}
@@ -334,7 +333,6 @@ def _cells(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _release(found: Mapping[str, Any]) -> str:
-    """Describe the version that is being released."""
     if pending := found["pending_approval"]:
         return f"@{pending['version']} needs APPROVAL"
     if ramp := found["ramp"]:
@@ -365,7 +363,6 @@ def read_tools(settings: Settings) -> list[dict[str, Any]]:
 
 
 def tool_lines(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what `read_tools` returned as lines of text."""
     if not tools:
         return []
     text = ["tools: calls per trajectory, and the time until the result (median, 95th percentile)"]
@@ -409,7 +406,6 @@ def save_report_plot(report: LearningReport, path: Path) -> None:
 
 
 def _window(window: Side) -> str:
-    """Describe a window of scores: its mean and its versions."""
     first, last = window.first_version, window.last_version
     versions = f"version {first}" if first == last else f"versions {first} to {last}"
     return f"{window.mean:.3f} ({versions}, {window.count} scores)"

@@ -35,7 +35,6 @@ class CheckResult:
         return not (self.passed or self.skipped)
 
     def line(self) -> str:
-        """Return the result as text."""
         verdict = "FAIL" if self.failed else "skip" if self.skipped else "pass"
         return f"{verdict}  {self.name:<9} {self.seen}" + (f"\n      remedy: {self.remedy}" if self.remedy else "")
 
@@ -48,7 +47,6 @@ def no_project(name: str, running: Mapping[str, Any]) -> CheckResult:
 
 
 def see_log(settings: Settings, service: str) -> str:
-    """Return the remedy that names a service's log."""
     return f"look at {settings.state.log(service)}"
 
 

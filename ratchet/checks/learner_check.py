@@ -25,9 +25,9 @@ from ratchet.store.errors import install_hint
 from ratchet.store.records import BASE_VERSION
 from ratchet.store.reports.version_reports import REMEDY
 from ratchet.store.store import open_store
-from ratchet.supervisor import memory_checks, vllm_command
-from ratchet.supervisor.adapter_slots import max_loras
-from ratchet.supervisor.gpu_assignment import assign_gpus
+from ratchet.supervisor import gpu_memory, vllm_command
+from ratchet.supervisor.gpu_memory import assign_gpus
+from ratchet.supervisor.vllm_command import max_loras
 from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote, make_adapter_store
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import LearnerServiceError, TrainerError
@@ -63,7 +63,6 @@ class CheckedLearner:
 
     @property
     def served_name(self) -> str:
-        """The adapter's name in vLLM."""
         return f"{self.agent}@1"
 
 
@@ -107,7 +106,6 @@ def running_learner(url: str, token: str | None, settings: TrainerSettings) -> I
 
 @contextlib.contextmanager
 def _own_learner(settings: TrainerSettings) -> Iterator[CheckedLearner]:
-    """Load a base model of its own."""
     from ratchet.trainer.learner.host import Learner
 
     with tempfile.TemporaryDirectory(prefix="ratchet-doctor-") as folder:
@@ -166,7 +164,7 @@ def why_no_learner(settings: Settings) -> str | None:
     """Return why the doctor's own learner would not fit beside what runs now; None if it does, or on a CPU."""
     if not vllm_command.has_visible_gpu(settings):
         return None
-    needed, free = memory_checks.smallest_learner(settings), memory_checks.free_learner_memory(settings)
+    needed, free = gpu_memory.smallest_learner(settings), gpu_memory.free_learner_memory(settings)
     if needed is None or free is None or needed <= free:
         return None
     gib = 2**30

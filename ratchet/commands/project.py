@@ -84,9 +84,9 @@ def reload_agents(settings: Settings) -> None:
     Example:
       ratchet reload
     """
-    from ratchet.supervisor import reload
+    from ratchet.supervisor import up as supervision
 
-    done = reload.reload_agents(settings, lambda text: click.echo(text, err=True))
+    done = supervision.reload_agents(settings, lambda text: click.echo(text, err=True))
     show(done, done.lines())
 
 

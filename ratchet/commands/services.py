@@ -124,7 +124,7 @@ def trainer(context: click.Context, settings: Settings, vllm: tuple[str, ...]) -
     agents = agents_of(settings)
     first = next(iter(agents.values()))
     logs.configure_logging(first.log_format, first.log_level, _above_bars if sys.stderr.isatty() else None)
-    from ratchet.supervisor.learner_child import run_with_learner
+    from ratchet.supervisor.services import run_with_learner
     from ratchet.trainer.controller_service.controller_process import run
     from ratchet.tuner.selection import WorkflowEvaluator
 

@@ -112,7 +112,6 @@ def _engine_tokens(store: Store, calls: Sequence[Call], rounds: Sequence[Round])
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the agent's results, one dict per rollout, in the order in which they ended."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

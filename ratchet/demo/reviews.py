@@ -53,7 +53,6 @@ class ReviewTask:
 
 
 def training_tasks() -> list[ReviewTask]:
-    """Return the 160 training reviews, half of them positive."""
     return _tasks(_TRAINING_WORDS, TRAINING_TASKS)
 
 
@@ -91,7 +90,6 @@ def matches(given: str | None, label: str) -> bool:
 
 
 def prompt(question: str) -> list[dict[str, str]]:
-    """Return the messages of a call."""
     messages = [{"role": "system", "content": "Label reviews."}]
     for example, label in (_REVIEW.format("soup", "splendid"), POSITIVE), (_REVIEW.format("bath", "dirty"), NEGATIVE):
         messages += [{"role": "user", "content": example}, {"role": "assistant", "content": label}]
@@ -116,7 +114,6 @@ async def attempt(client: AsyncOpenAI, model: str, temperature: float, task: Rev
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code."""
     chosen = command_line("ratchet.demo.reviews")[0].parse_args(arguments)
     return run_verb(
         chosen,

@@ -29,9 +29,8 @@ from ratchet.settings.project_settings import SECRETS, Settings
 from ratchet.settings.setting_errors import type_of_key
 from ratchet.settings.state_folder import StateFolder
 from ratchet.store.store import open_store
-from ratchet.supervisor import pidfile, signals, vllm_command
-from ratchet.supervisor.leftover_processes import stop_leftover_processes
-from ratchet.supervisor.project_lock import ProjectLock
+from ratchet.supervisor import signals, vllm_command
+from ratchet.supervisor.pidfile import ProjectLock, stop_leftover_processes
 from ratchet.supervisor.supervisor import Supervisor
 from ratchet.supervisor.up import start_services
 from ratchet.trainer.controller.rounds.backlog import is_drained
@@ -63,7 +62,6 @@ class DemoOptions:
 
     @property
     def settings_file(self) -> Path:
-        """The project's settings."""
         if self.real:
             return _FOLDER / "reviews.yaml"
         return TINY if self.base_model is None else _MAIL / "real_model.yaml"
@@ -145,7 +143,7 @@ class Demo:
         last = StateFolder(self.folder.with_name(self.folder.name + ".last"))
         shutil.rmtree(last.root, ignore_errors=True)
         self.folder.rename(last.root)  # the last run is kept, older ones are deleted
-        pidfile.remove(last.pid("up"))
+        last.pid("up").unlink(missing_ok=True)
         lock.release()
         state.make(min_free_disk_mb=settings.min_free_disk_mb)
         return ProjectLock(state)

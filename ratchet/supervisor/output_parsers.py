@@ -45,7 +45,6 @@ class OutputParsers:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of vLLM's server."""
         tools = ("--enable-auto-tool-choice", "--tool-call-parser", self.tool_calls) if self.tool_calls else ()
         return (*tools, *(("--reasoning-parser", self.reasoning) if self.reasoning else ()))
 
@@ -141,27 +140,32 @@ def find_parsers(model: str, own: VllmSettings, *, elsewhere: bool = False) -> O
     """
     given = {argument.partition("=")[0] for argument in own.extra_args}
     tools, reasoning = own.tool_call_parser, own.reasoning_parser
-    plugin = "--tool-parser-plugin" in given, "--reasoning-parser-plugin" in given
     known = ([], []) if elsewhere else (_parsers_of_vllm("tool_parsers"), _parsers_of_vllm("reasoning"))
-    _check(tools, "tool_call_parser", [] if plugin[0] else known[0])
-    _check(reasoning, "reasoning_parser", [] if plugin[1] else known[1])
+    _check(tools, "tool_call_parser", [] if "--tool-parser-plugin" in given else known[0])
+    _check(reasoning, "reasoning_parser", [] if "--reasoning-parser-plugin" in given else known[1])
     # An argument that the user appends replaces ours: what it would be need not be found out.
     tools = _OFF if "--tool-call-parser" in given else tools
     reasoning = _OFF if "--reasoning-parser" in given else reasoning
     notes: list[str] = []
     if _AUTO in (tools, reasoning):
-        text = read_model_text(model, _argument(own.extra_args, "--chat-template"))
+        words = [word for argument in own.extra_args for word in argument.split("=", 1)]
+        template = words[words.index("--chat-template") + 1] if "--chat-template" in words[:-1] else ""
+        text = read_model_text(model, template)
         if tools == _AUTO:
             tools, reason = tool_call_parser(text, known[0])
-            notes += [_no_tools(model, reason)] if reason else []
+            if reason:
+                notes.append(
+                    f"base model {model}: {reason}, so vLLM refuses calls with `tools`; set vllm.tool_call_parser if a "
+                    "parser fits"
+                )
         if reasoning == _AUTO:
             reasoning = reasoning_parser(text, known[1])
-            notes += [_separated(reasoning)] if reasoning != _OFF else []
-    return OutputParsers(_set(tools), _set(reasoning), tuple(notes))
-
-
-def _set(name: str) -> str | None:
-    return None if name == _OFF else name
+            if reasoning != _OFF:
+                notes.append(
+                    f"the model thinks: vLLM's parser {reasoning} returns its thoughts as `reasoning`, apart from "
+                    "`content`; vllm.reasoning_parser: none turns that off"
+                )
+    return OutputParsers(*(None if name == _OFF else name for name in (tools, reasoning)), tuple(notes))
 
 
 def tool_call_parser(text: ModelText, known: Sequence[str] = ()) -> tuple[str, str]:
@@ -240,25 +244,6 @@ def _parsed(text: str | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _argument(arguments: Sequence[str], name: str) -> str:
-    """Return the value of a command line argument; empty if it is not there."""
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    return words[words.index(name) + 1] if name in words[:-1] else ""
-
-
-def _no_tools(model: str, reason: str) -> str:
-    return (
-        f"base model {model}: {reason}, so vLLM refuses calls with `tools`; set vllm.tool_call_parser if a parser fits"
-    )
-
-
-def _separated(parser: str) -> str:
-    return (
-        f"the model thinks: vLLM's parser {parser} returns its thoughts as `reasoning`, apart from `content`; "
-        "vllm.reasoning_parser: none turns that off"
-    )
 
 
 def _check(wanted: str, setting: str, names: Sequence[str]) -> None:

@@ -1,22 +1,29 @@
-"""Checks before anything starts: free GPU memory, the hub model's name, the judge, and the adapter store.
+"""Checks before anything starts: the hub model's name, the adapter store, the judges, and the base model of versions.
 
 vLLM and the trainer would fail on the same problems, but minutes later and with longer messages. If a check cannot run
-(no nvidia-smi, no huggingface_hub), it passes.
+(no huggingface_hub), it passes.
 """
 
 from __future__ import annotations
 
-import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import httpx
 
 from ratchet.errors import CliError, SettingsError
 from ratchet.settings.project_settings import Settings
-from ratchet.trainer.settings.learner_settings import VARIABLE
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.records import BaseModel
+from ratchet.store.store import Store
+from ratchet.supervisor import vllm_command
+from ratchet.trainer.adapters.adapter_store import AdapterStore
+from ratchet.trainer.adapters.base_model_files import bytes_to_read, digests, model_folder
+from ratchet.trainer.errors import CheckpointError
 
-_NVIDIA_SMI_TIMEOUT = 20.0  # seconds
 _HUB_TIMEOUT = 10.0  # seconds
 _JUDGE_TIMEOUT = 120.0  # seconds; a judge may import large packages
 _HUB_FILE = "config.json"
@@ -30,62 +37,8 @@ try:
 except TrainerError as error:
     sys.exit("ratchet: " + str(error))
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU; memory in MiB."""
-
-    index: str
-    uuid: str
-    total: float
-    used: float
-
-
-def check_gpu_memory(devices: str | None, share: float) -> None:
-    """Raise CliError if vLLM's first GPU has less free memory than `share` of it, naming the processes on it."""
-    gpu = next(iter(visible_gpus(devices)), None)
-    if gpu is None or gpu.total - gpu.used >= share * gpu.total:
-        return
-    raise CliError(
-        f"GPU {gpu.index} has {gpu.total - gpu.used:.0f} of {gpu.total:.0f} MiB free and vLLM takes {share:.0%} of it; "
-        f"{_processes_on(gpu)}: end them, set vllm.devices to another GPU, or lower vllm.gpu_memory_utilization"
-    )
-
-
-def visible_gpus(devices: str | None) -> list[Gpu]:
-    """Return the GPUs of a list in the format of CUDA_VISIBLE_DEVICES, in its order; None: of the variable, or all."""
-    gpus = _gpus()
-    visible = os.environ.get(VARIABLE) if devices is None else devices
-    if visible is None:
-        return gpus
-    named = [name.strip() for name in visible.split(",") if name.strip()]
-    return [gpu for name in named for gpu in gpus if name == gpu.index or gpu.uuid.startswith(name)]
-
-
-def _gpus() -> list[Gpu]:
-    rows = _nvidia_smi("--query-gpu=index,uuid,memory.total,memory.used")
-    try:
-        return [Gpu(index, uuid, float(total), float(used)) for index, uuid, total, used in rows]
-    except ValueError:  # a GPU that reports no numbers
-        return []
-
-
-def _processes_on(gpu: Gpu) -> str:
-    rows = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
-    named = [f"pid {row[1]} ({row[2]}, {row[3]} MiB)" for row in rows if len(row) == 4 and row[0] == gpu.uuid]
-    return f"it is used by {', '.join(named)}" if named else "the processes that use it are not visible from here"
-
-
-def _nvidia_smi(query: str) -> list[list[str]]:
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True,
-            timeout=_NVIDIA_SMI_TIMEOUT, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+_DIGEST_CHARS = 12  # characters of a digest
+_LARGE = 2_000_000_000  # bytes; reading more is announced
 
 
 def check_adapter_store(settings: Settings) -> None:
@@ -93,9 +46,6 @@ def check_adapter_store(settings: Settings) -> None:
     store = settings.adapters.store
     if store is None or not settings.has_judge:
         return
-    from ratchet.trainer.adapters.adapter_store import AdapterStore
-    from ratchet.trainer.errors import CheckpointError
-
     try:
         AdapterStore(settings.state.adapter_cache).check(store)
     except CheckpointError as error:
@@ -128,7 +78,6 @@ def check_hub_model(name: str) -> None:
 
 def _ask_hub(name: str, hub: str) -> str:
     """Return what is wrong with a name on the hub; empty if nothing is."""
-    import httpx
     from huggingface_hub import get_token
 
     token = get_token()
@@ -177,3 +126,88 @@ def _check_judge(spec: str, key: str, environ: Mapping[str, str]) -> None:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise SettingsError(f"{key}: {last.removeprefix('ratchet: ')}")
+
+
+# The versions of a project's agents belong to the base model that will be served. Another one is rejected with a
+# message that names both and the remedies. A project without a recorded base model records the one that it is started
+# with, with a note. Files in the hub cache are read there; a model that is not yet downloaded is checked once vLLM has
+# it.
+
+
+def check_base_model(settings: Settings, store: Store, note: Callable[[str], None], *, serves: bool = False) -> bool:
+    """Compare the base model with each agent's in the store; return whether its files could be read.
+
+    `serves`: vLLM serves it already. Raises CliError.
+    """
+    model = vllm_command.check_model(settings.base_model)
+    folder = model_folder(model)
+    if folder is None:
+        return False
+    agents = [settings.for_agent(name) for name in settings.agents_by_name]
+    files = _digests_of_all(agents, model, folder, note)
+    for agent in agents:
+        _check_agent(agent, store, model, files, note, serves=serves)
+    return True
+
+
+def _digests_of_all(
+    agents: Sequence[Settings], model: str, folder: Path, note: Callable[[str], None]
+) -> dict[str, str]:
+    """Return the digests of the base model, which all agents share; each agent's trainer finds them cached."""
+    caches = [agent.state.base_digests(agent.model) for agent in agents]
+    cache = next((file for file in caches if file.is_file()), caches[0])
+    if (size := bytes_to_read(folder, cache)) >= _LARGE:
+        note(f"base model {model}: reading its {size / 1e9:.1f} GB of weights once, to compute their digests")
+    files = digests(folder, cache)
+    for other in caches:
+        if other != cache and cache.is_file():
+            other.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(cache, other)
+    return files
+
+
+def _check_agent(
+    settings: Settings, store: Store, model: str, files: dict[str, str], note: Callable[[str], None], *, serves: bool
+) -> None:
+    """Compare the base model's digests with those of one agent's. Raises CliError."""
+    known = store.base_models.base_model_of(settings.model)
+    if known is not None and (parts := known.differing_parts(files)):
+        if not store.base_models.clear_base_model(settings.model):
+            raise CliError(mismatch_message(settings, store, known, model, files, parts))
+        note(f"base model of {settings.model}: {model} replaces {known.name}, which nothing has run on yet")
+        known = None
+    unrecorded = known is None and (
+        any(policy.version for policy in store.policies.all(settings.model))
+        or bool(store.trajectories.page(1, chosen=TrajectoryFilter(alias=settings.model)))
+    )
+    store.base_models.register_base_model(settings.model, model, file_digests=files)
+    if not serves:  # vLLM's options change its answers for the same files: the proxy records them again
+        store.base_models.clear_base_model(settings.model, served_only=True)
+    if unrecorded:
+        weights = files["weights"][:_DIGEST_CHARS]
+        note(f"base model: none was recorded for {settings.model}; it is now {model} (weights {weights})")
+
+
+def mismatch_message(
+    settings: Settings, store: Store, known: BaseModel, model: str, files: dict[str, str], parts: list[str]
+) -> str:
+    """Return the error message for a base model that the versions do not belong to."""
+    alias, live = settings.model, store.policies.live().get(settings.model)
+    newest = max((policy.version for policy in store.policies.all(alias)), default=0)
+    versions = f"{alias}@0" if newest == 0 else f"{alias}@0 to {alias}@{newest}"
+    serves = f", {alias}@{live.version} live," if live and newest else ""
+    changed = ", ".join(
+        f"{part} {known.file_digests[part][:_DIGEST_CHARS]}, now {files[part][:_DIGEST_CHARS]}" for part in parts
+    )
+    if settings.store is None:
+        remedy = (
+            "use another project for the new one (--project NAME), or start this one over: `ratchet down` and move "
+            f"{settings.state.root} away"
+        )
+    else:
+        remedy = "use another alias for the new one (--model NAME) or another --store"
+    return (
+        f"base_model: {versions}{serves} of project {settings.project} belong to {known.name}, and {model} is another "
+        f"model ({changed}): adapters do not fit another base model, and scores cannot be compared. Go back to "
+        f"{known.name}, {remedy}"
+    )

@@ -9,31 +9,39 @@ own logging.py or proxy/ replaces no module of theirs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import socket
 import ssl
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pydantic import BaseModel
 
+from ratchet.errors import CliError
 from ratchet.proxy.model_list import check_keys
 from ratchet.settings.masking import has_password, mask_arguments, mask_store_url, mask_variables
 from ratchet.settings.project_settings import OTHER_VARIABLES, PREFIX, Settings, local_url
 from ratchet.settings.setting_errors import listed
-from ratchet.supervisor import memory_checks, ports, preflight_checks, vllm_command
-from ratchet.supervisor.adapter_slots import describe_thrashing
+from ratchet.store.store import open_store
+from ratchet.supervisor import gpu_memory, preflight_checks, process_guard, vllm_command
 from ratchet.trainer.learner_api import TOKEN_VARIABLE
+from ratchet.trainer.learner_client import LearnerAccess, LearnerCommand
 from ratchet.trainer.settings.learner_settings import pinned
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 _PROBE_TIMEOUT = 3.0  # seconds
 _DRAIN_TIMEOUT = 4.0  # seconds that running calls get when `up` stops
+_STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL
+_PORT_TRIES = 200
 _TRAINER_READY = b"event=trainer_ready"
 
 
@@ -73,7 +81,6 @@ class LaunchPlan:
 
     @property
     def base_url(self) -> str:
-        """The base_url for agents."""
         return f"{self.proxy_url}/v1"
 
 
@@ -91,7 +98,7 @@ def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
     notes += memory.notes
     if not vllm_command.is_folder(model):
         notes.append(f"base model {model}: no such folder; using it as a hub name")
-    if (warning := describe_thrashing(settings)) is not None:
+    if (warning := vllm_command.describe_thrashing(settings)) is not None:
         notes.append(warning)
     proxy_url = _proxy_url(settings)
     vllm_url = local_url(settings.vllm.host, settings.vllm.port)
@@ -124,14 +131,14 @@ def _proxy_url(settings: Settings) -> str:
     return local_url(own.host, own.port, tls=own.tls_certificate is not None)
 
 
-def _planned_memory(settings: Settings) -> memory_checks.PlannedMemory:
+def _planned_memory(settings: Settings) -> gpu_memory.PlannedMemory:
     """Return the settings with vLLM's share of its GPU. Raises CliError."""
     if not vllm_command.has_visible_gpu(settings):
-        return memory_checks.PlannedMemory(settings)
-    planned = memory_checks.plan_memory(settings)
+        return gpu_memory.PlannedMemory(settings)
+    planned = gpu_memory.plan_memory(settings)
     share = planned.settings.vllm.gpu_memory_utilization
     if share is not None:
-        preflight_checks.check_gpu_memory(planned.settings.vllm.devices, share)
+        gpu_memory.check_gpu_memory(planned.settings.vllm.devices, share)
     return planned
 
 
@@ -169,13 +176,30 @@ def _training_services(
     `shared`: learner and vLLM use the same GPU. vLLM counts what others allocate while it measures its KV cache as its
     own, and ends if they free memory meanwhile. The trainer starts last: it would report that nothing answers.
     """
-    own = {TOKEN_VARIABLE: token} if token else {}
+    own, log = {TOKEN_VARIABLE: token} if token else {}, settings.state.log("trainer")
+    trainer = Service(
+        name="trainer",
+        command=_ratchet(config, "trainer"),
+        environment=service_environment(settings) | own,
+        ready=lambda: _TRAINER_READY in log.read_bytes(),
+        start_timeout_seconds=settings.vllm.start_timeout_seconds,
+        stop_timeout_seconds=_STOP_SECONDS,
+        starts_after=("vllm", "learner") if starts_learner else ("vllm",),
+    )
     if not starts_learner:
-        return [replace(_trainer_service(settings, config, {}), starts_after=("vllm",))]
-    learner = _learner_service(settings, settings.learner.url or "", config, own)
-    if shared:
-        learner = replace(learner, starts_after=("vllm",), stops_for="vllm")
-    return [learner, replace(_trainer_service(settings, config, own), starts_after=("vllm", "learner"))]
+        return [trainer]
+    url = settings.learner.url or ""
+    learner = Service(
+        name="learner",
+        command=_ratchet(config, "learner"),
+        environment=_learner_environment(settings) | own,
+        ready=lambda: _answers(f"{url}/health"),
+        start_timeout_seconds=settings.vllm.start_timeout_seconds,
+        stop_timeout_seconds=_STOP_SECONDS,
+        starts_after=("vllm",) if shared else (),
+        stops_for="vllm" if shared else "",
+    )
+    return [learner, trainer]
 
 
 def _with_ports(settings: Settings, *, starts_learner: bool, starts_vllm: bool = True) -> tuple[Settings, list[str]]:
@@ -184,43 +208,39 @@ def _with_ports(settings: Settings, *, starts_learner: bool, starts_vllm: bool =
     `learner.url` becomes that of the learner that `up` starts.
     """
     notes: list[str] = []
-    proxy = settings.proxy
-    proxy_port = ports.choose_port(
-        "proxy", "proxy.port", proxy.host, proxy.port, fixed=settings.is_set("proxy", "port"), taken=set()
-    )
-    vllm, vllm_port = settings.vllm, settings.vllm.port
-    if starts_vllm:
-        fixed = settings.is_set("vllm", "port")
-        vllm_port = ports.choose_port("vllm", "vllm.port", vllm.host, vllm.port, fixed=fixed, taken={proxy_port})
+    taken: set[int] = set()
+
+    def chosen(name: str, host: str, wanted: int) -> int:
+        fixed = settings.is_set(name, "port")
+        got = choose_port(name, f"{name}.port", host, wanted, fixed=fixed, taken=taken)
+        if wanted not in (got, 0):
+            owner = port_holder(wanted)
+            notes.append(f"{name}: port {wanted} is {f'used by pid {owner[0]}' if owner else 'in use'}; using {got}")
+        taken.add(got)
+        return got
+
+    proxy, vllm = settings.proxy, settings.vllm
     changes: dict[str, Any] = {
-        "vllm": {"port": vllm_port},
         # vLLM stops after the proxy, so this limits how long stopping takes.
         "proxy": {
             "workers": settings.given_in("proxy").get("workers", "auto"),
-            "port": proxy_port,
+            "port": chosen("proxy", proxy.host, proxy.port),
             "drain_timeout_seconds": min(proxy.drain_timeout_seconds, _DRAIN_TIMEOUT),
             "drain_delay_seconds": 0.0,
         },
     }
-    chosen = [("proxy", proxy.port, proxy_port), ("vllm", vllm.port, vllm_port)]
+    if starts_vllm:
+        changes["vllm"] = {"port": chosen("vllm", vllm.host, vllm.port)}
     if starts_learner:
         learner = settings.learner
-        fixed = settings.is_set("learner", "port")
-        taken = {proxy_port, vllm_port}
-        wanted = learner.port if fixed else 0  # nobody needs to know it
-        port = ports.choose_port("learner", "learner.port", learner.host, wanted, fixed=fixed, taken=taken)
-        chosen.append(("learner", wanted, port))
+        # Nobody needs to know a port that the user did not set.
+        port = chosen("learner", learner.host, learner.port if settings.is_set("learner", "port") else 0)
         changes["learner"] = {"port": port, "url": local_url(learner.host, port)}
-    for name, wanted, got in chosen:
-        if wanted not in (got, 0):
-            owner = ports.port_holder(wanted)
-            used = f"used by pid {owner.pid}" if owner else "in use"
-            notes.append(f"{name}: port {wanted} is {used}; using {got}")
     return settings.changed(**changes), notes
 
 
 def _vllm_service(settings: Settings, vllm: vllm_command.VllmCommand, url: str) -> Service:
-    environment = _without_settings(os.environ) | dict(vllm.environment)
+    environment = environment_without_settings() | dict(vllm.environment)
     return Service(
         name="vllm",
         command=vllm.arguments,
@@ -235,7 +255,7 @@ def _vllm_service(settings: Settings, vllm: vllm_command.VllmCommand, url: str) 
 def _proxy_service(settings: Settings, url: str, config: Path, *options: str) -> Service:
     return Service(
         name="proxy",
-        command=(sys.executable, "-P", "-m", "ratchet", "--config", str(config), "proxy", *options),
+        command=_ratchet(config, "proxy", *options),
         environment=service_environment(settings),
         ready=lambda: _answers(f"{url}/health/ready"),
         start_timeout_seconds=settings.vllm.start_timeout_seconds,
@@ -243,50 +263,25 @@ def _proxy_service(settings: Settings, url: str, config: Path, *options: str) ->
     )
 
 
-def _learner_service(settings: Settings, url: str, config: Path, token: Mapping[str, str]) -> Service:
-    return Service(
-        name="learner",
-        command=learner_command(config),
-        environment=learner_environment(settings) | dict(token),
-        ready=lambda: _answers(f"{url}/health"),
-        start_timeout_seconds=settings.vllm.start_timeout_seconds,
-        stop_timeout_seconds=10.0,
-    )
-
-
-def learner_command(config: Path) -> tuple[str, ...]:
-    """Return the command of a learner with the resolved settings in `config`."""
-    return (sys.executable, "-P", "-m", "ratchet", "--config", str(config), "learner")
-
-
-def learner_environment(settings: Settings) -> dict[str, str]:
-    """Return the environment of a learner, without its token."""
-    return _without_settings(os.environ) | pinned(settings.learner.devices)
-
-
-def _trainer_service(settings: Settings, config: Path, token: Mapping[str, str]) -> Service:
-    log = settings.state.log("trainer")
-    return Service(
-        name="trainer",
-        command=(sys.executable, "-P", "-m", "ratchet", "--config", str(config), "trainer"),
-        environment=service_environment(settings) | dict(token),
-        ready=lambda: _TRAINER_READY in log.read_bytes(),
-        start_timeout_seconds=settings.vllm.start_timeout_seconds,
-        stop_timeout_seconds=10.0,
-    )
+def _ratchet(config: Path, *words: str) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", "ratchet", "--config", str(config), *words)
 
 
 def service_environment(settings: Settings) -> dict[str, str]:
     """Return the environment of a service that opens the store."""
-    environment = _without_settings(os.environ)
+    environment = environment_without_settings()
     if has_password(settings.store_url):
         environment[f"{PREFIX}STORE"] = settings.store_url
     return environment
 
 
-def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+def _learner_environment(settings: Settings) -> dict[str, str]:
+    return environment_without_settings() | pinned(settings.learner.devices)
+
+
+def environment_without_settings() -> dict[str, str]:
     """Return the environment without the variables whose values the resolved settings hold."""
-    return {name: value for name, value in environ.items() if not name.startswith(PREFIX) or name in OTHER_VARIABLES}
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in OTHER_VARIABLES}
 
 
 def _answers(url: str) -> bool:
@@ -301,3 +296,117 @@ def _answers(url: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError, ValueError):
         return False
+
+
+def run_with_learner(settings: Settings, first: TrainerSettings, run: Callable[[LearnerAccess], int]) -> int:
+    """Run `ratchet trainer` with its learner, which ends with it if it is a child; return the exit code.
+
+    `first` are the settings of one of its agents. The code is 1 if the learner cannot be used.
+    """
+    store = open_store(first.store)
+    try:
+        with LearnerAccess(first, store, _plan_learner_child(settings)) as learner:
+            code = run(learner)
+        return 1 if learner.failure is not None else code
+    finally:
+        store.close()
+
+
+def _plan_learner_child(settings: Settings) -> LearnerCommand | None:
+    """Return how the trainer starts its learner, under the process guard; None if `learner.url` names one.
+
+    Raises CliError if the port that the user set is in use.
+    """
+    process = settings.learner
+    if process.url is not None:
+        return None
+    settings.state.make(min_free_disk_mb=settings.min_free_disk_mb)
+    fixed = settings.is_set("learner", "port")
+    wanted = process.port if fixed else 0  # nobody needs to know it
+    port = choose_port("learner", "learner.port", process.host, wanted, fixed=fixed, taken=set())
+    config = settings.state.resolved.with_name("learner.json")
+    changed = settings.changed(learner={"port": port})
+    write_resolved_settings(changed, config)
+    guard = (sys.executable, "-I", "-S", str(Path(process_guard.__file__)), str(_STOP_SECONDS))
+    return LearnerCommand(
+        arguments=(*guard, *_ratchet(config, "learner")),
+        environment=_learner_environment(settings),
+        url=local_url(process.host, port),
+        log=settings.state.log("learner"),
+        max_restarts=settings.max_restarts,
+    )
+
+
+# Ports: another program may take a free port before the service binds it; the service then fails with its own message.
+
+
+def choose_port(name: str, setting: str, host: str, port: int, *, fixed: bool, taken: set[int]) -> int:
+    """Return the port for a service: `port` if it is free, else the next free one unless the user set it.
+
+    0 takes any free port. `taken` are ports that other services of this project will use. Raises CliError, naming
+    the process on the port.
+    """
+    if port == 0:
+        while port in taken or port == 0:
+            with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+                probe.bind((host, 0))
+                port = int(probe.getsockname()[1])
+        return port
+    if port not in taken and is_free(host, port):
+        return port
+    if fixed:
+        owner = port_holder(port)
+        reason = f"used by pid {owner[0]} ({owner[1][:200]})" if owner else "used by a process of another user"
+        if port in taken:
+            reason = "used by another service of this project"
+        raise CliError(f"{name}: port {port} is {reason}; stop it, or set {setting} to a free port")
+    for candidate in range(port + 1, port + _PORT_TRIES):
+        if candidate not in taken and is_free(host, candidate):
+            return candidate
+    raise CliError(f"{name}: no free port from {port} to {port + _PORT_TRIES - 1}; set {setting} to a free port")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Return whether a server could listen on `host:port` now, and no other one is about to.
+
+    vLLM binds its port when it starts and listens minutes later; another server that listens there meanwhile makes it
+    wait for ever. Such a port can be bound with SO_REUSEADDR only, as one whose last connections are in TIME_WAIT,
+    which counts as free.
+    """
+    return _can_listen(host, port, reuse=True) and (_can_listen(host, port, reuse=False) or _has_connections(port))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _can_listen(host: str, port: int, *, reuse: bool) -> bool:
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def _has_connections(port: int) -> bool:
+    """Return whether connections of this port are known to the system, also closed ones in TIME_WAIT."""
+    try:
+        return any(tuple(one.laddr)[1:2] == (port,) for one in psutil.net_connections(kind="tcp"))
+    except psutil.Error:
+        return True
+
+
+def port_holder(port: int) -> tuple[int, str] | None:
+    """Return pid and command of the process that listens on a port; None if there is none or it is not visible."""
+    try:
+        for one in psutil.net_connections(kind="tcp"):
+            if one.status == psutil.CONN_LISTEN and one.pid and tuple(one.laddr)[1:2] == (port,):
+                with contextlib.suppress(psutil.Error):
+                    return one.pid, " ".join(psutil.Process(one.pid).cmdline())
+                return one.pid, "a process of another user"
+    except psutil.Error:
+        return None
+    return None

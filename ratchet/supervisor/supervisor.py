@@ -12,29 +12,31 @@ through `on_event`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ratchet import __version__
 from ratchet.errors import CliError
 from ratchet.proxy.coordinator.keys import key_cache
 from ratchet.settings.masking import mask_store_url
 from ratchet.settings.project_settings import Settings
-from ratchet.supervisor import base_model_check, preflight_checks, services, signals, vllm_command
-from ratchet.supervisor.leftover_processes import stop_leftover_processes
-from ratchet.supervisor.project_lock import ProjectLock
-from ratchet.supervisor.restarts import RestartManager, ServiceAlarms, clear_service_alarms
-from ratchet.supervisor.service_process import ServiceProcess, start_in_order
+from ratchet.store.store import open_store
+from ratchet.supervisor import preflight_checks, services, signals, vllm_command
+from ratchet.supervisor.pidfile import ProjectLock, stop_leftover_processes
+from ratchet.supervisor.processes import (
+    Event,
+    RestartManager,
+    ServiceAlarms,
+    ServiceProcess,
+    clear_service_alarms,
+    start_in_order,
+)
 from ratchet.supervisor.services import LaunchPlan
-from ratchet.supervisor.startup_display import Event, discard_event
-
-if TYPE_CHECKING:
-    from ratchet.store.store import Store
 
 _POLL = 0.1  # seconds
 _STOP_TIMEOUT = 18.0  # seconds for all services together; `down` waits 20
@@ -53,7 +55,7 @@ class Supervisor:
     def __init__(
         self,
         settings: Settings,
-        on_event: Callable[[Event], None] = discard_event,
+        on_event: Callable[[Event], None] = lambda event: None,
         lock: ProjectLock | None = None,
         check_start: Callable[[], None] | None = None,
         *,
@@ -68,6 +70,8 @@ class Supervisor:
         self._lock = lock
         self._plan: LaunchPlan | None = None
         self._base_model_checked = models_only
+        # Where the services read their settings. A run that needs the proxy only keeps those of the last `up`.
+        self._resolved = self.state.resolved_models_only if models_only else self.state.resolved
 
     @property
     def plan(self) -> LaunchPlan:
@@ -78,7 +82,6 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The pid of each started service."""
         return {child.service.name: child.pid for child in self._children}
 
     def __enter__(self) -> Self:
@@ -106,7 +109,10 @@ class Supervisor:
         if self._lock is None:
             self._lock = ProjectLock(self.state)
         if not self._models_only:
-            self._check_base_model()
+            model = vllm_command.check_model(self.settings.base_model)
+            if not vllm_command.is_folder(model):
+                preflight_checks.check_hub_model(model)
+            preflight_checks.check_adapter_store(self.settings)
         for name in stop_leftover_processes(self.state):
             self._note(f"{name} was left over from a run that was killed; it has been stopped")
         plan = services.plan_models_only if self._models_only else services.plan_services
@@ -116,21 +122,10 @@ class Supervisor:
             self._note(note)
         return self._plan
 
-    @property
-    def _resolved(self) -> Path:
-        """Where the services read their settings. A run that needs the proxy only keeps those of the last `up`."""
-        return self.state.resolved_models_only if self._models_only else self.state.resolved
-
-    def _check_base_model(self) -> None:
-        model = vllm_command.check_model(self.settings.base_model)
-        if not vllm_command.is_folder(model):
-            preflight_checks.check_hub_model(model)
-        preflight_checks.check_adapter_store(self.settings)
-
     def start(self) -> None:
         """Start every service and return when all are ready.
 
-        Raises what `prepare` does, CliError.
+        Raises what `prepare` does.
         """
         if self._plan is None:
             self.prepare()
@@ -139,12 +134,12 @@ class Supervisor:
         self._write_learner_token()
         start_in_order(self.plan.services, self._start_service, self._check_while_starting, self._on_event)
         if not self._base_model_checked:  # vLLM has downloaded its files by now
-            self._check_downloaded_base()
+            with contextlib.closing(open_store(self.settings.store_url, create=False)) as store:
+                preflight_checks.check_base_model(self.settings, store, self._note, serves=True)
         self._write_run_state(ready=True)
         self._on_event(Event("all_ready", text=self.plan.base_url, seconds=time.monotonic() - began))
 
     def check(self) -> None:
-        """Raise CliError if a service has ended."""
         for child in self._children:
             if child.exit_code is not None:
                 raise CliError(
@@ -157,10 +152,7 @@ class Supervisor:
 
         Raises CliError if a required one is given up.
         """
-        from ratchet.store.store import open_store
-
-        url = self.settings.store_url
-        alarms = ServiceAlarms(lambda: open_store(url, create=False), self._on_event)
+        alarms = ServiceAlarms(self.settings.store_url, self._on_event)
         restarts = RestartManager(self._children, self.state, self.settings.max_restarts, self._on_event, alarms)
         while not stopped():
             if restarts.run_once(time.monotonic()):
@@ -193,30 +185,13 @@ class Supervisor:
 
     def _prepare_store(self) -> None:
         """Create the schema and version 0 before the services read either. Raises CliError, ProxyError."""
-        from ratchet.store.store import open_store
-
-        store = open_store(self.settings.store_url)
-        try:
+        with contextlib.closing(open_store(self.settings.store_url)) as store:
             key_cache.check_host_has_keys(self.settings.proxy, store.keys.all())
             if not self._models_only:
-                self._register_base(store)
+                for alias in self.settings.agents_by_name:
+                    store.policies.register_base(alias, vllm_command.served_name(self.settings))
+                self._base_model_checked = preflight_checks.check_base_model(self.settings, store, self._note)
             clear_service_alarms(store)
-        finally:
-            store.close()
-
-    def _register_base(self, store: Store) -> None:
-        for alias in self.settings.agents_by_name:
-            store.policies.register_base(alias, vllm_command.served_name(self.settings))
-        self._base_model_checked = base_model_check.check_base_model(self.settings, store, self._note)
-
-    def _check_downloaded_base(self) -> None:
-        from ratchet.store.store import open_store
-
-        store = open_store(self.settings.store_url, create=False)
-        try:
-            base_model_check.check_base_model(self.settings, store, self._note, serves=True)
-        finally:
-            store.close()
 
     def _note(self, text: str) -> None:
         self._on_event(Event("note", text=text))

@@ -1,7 +1,8 @@
-"""`ratchet up` and `ratchet down`: a project's services in the foreground, in the background, or for one command."""
+"""`ratchet up`, `down` and `reload`: a project's services in the foreground, in the background, or for one command."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,16 +13,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from ratchet.errors import CliError
+from ratchet.settings.agents_watch import changed_agents, with_agents_of
+from ratchet.settings.load_settings import load
+from ratchet.settings.masking import MASK
 from ratchet.settings.project_settings import Settings
 from ratchet.settings.setting_errors import listed
 from ratchet.settings.state_folder import SERVICES, StateFolder
-from ratchet.supervisor import pidfile, signals
-from ratchet.supervisor.leftover_processes import stop_leftover_processes, stop_supervisor
-from ratchet.supervisor.project_lock import ProjectLock, already_running, orphaned_pid, running_supervisor
-from ratchet.supervisor.startup_display import StartupDisplay
+from ratchet.store.records import BASE_VERSION
+from ratchet.store.store import open_store
+from ratchet.supervisor import pidfile, preflight_checks, services, signals
+from ratchet.supervisor.pidfile import ProjectLock, already_running, orphaned_pid, running_supervisor
+from ratchet.supervisor.processes import Event
 from ratchet.supervisor.supervisor import Supervisor
 
 _STOP_TIMEOUT = 20.0  # seconds for an `up` to stop its services
@@ -117,7 +126,6 @@ def attach_or_start(
 
 
 def _check_base_model(settings: Settings, running: Mapping[str, Any]) -> None:
-    """Raise CliError if a base model is named that is not the running project's."""
     wanted, used = settings.base_model, running.get("base_model")
     if wanted and used and wanted != used and Path(wanted).expanduser().resolve() != Path(used).expanduser().resolve():
         raise CliError(
@@ -150,7 +158,7 @@ def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]
         )
     shown = 0
     try:
-        while not _is_ready(found := read_run_state(state), background.pid):
+        while (found := read_run_state(state)).get("pid") != background.pid or not found.get("ready"):
             ended = background.poll() is not None
             shown = _show_progress(log, shown)
             if ended:
@@ -160,7 +168,11 @@ def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]
         _show_progress(log, shown)
     except BaseException:
         background.terminate()
-        _wait_or_kill(background)
+        try:
+            background.wait(_STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            background.kill()
+            background.wait()
         raise
     background.returncode = 0  # it outlives this process: without this, Popen warns that nobody waited for it
     return found
@@ -178,19 +190,6 @@ def _show_progress(log: Path, shown: int) -> int:
     return len(progress)
 
 
-def _is_ready(running: dict[str, Any], pid: int) -> bool:
-    """Return whether the run state is that of process `pid`, and ready."""
-    return running.get("pid") == pid and bool(running.get("ready"))
-
-
-def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_STOP_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def down(settings: Settings) -> list[str]:
     """Stop everything that the project's pid files name; return what was stopped.
 
@@ -198,10 +197,9 @@ def down(settings: Settings) -> list[str]:
     """
     state = settings.state
     orphan = orphaned_pid(state)
-    running = [name for name in SERVICES if pidfile.running(state.pid(name))]
-    pids = {name: identity.pid for name in running if (identity := pidfile.read(state.pid(name)))}
-    supervisor = stop_supervisor(state, within=_STOP_TIMEOUT)
-    stop_leftover_processes(state)
+    pids = {name: process.pid for name in SERVICES if (process := pidfile.running(state.pid(name)))}
+    supervisor = pidfile.stop_supervisor(state, within=_STOP_TIMEOUT)
+    pidfile.stop_leftover_processes(state)
     if orphan is not None:
         return [f"up (pid {orphan}) with its services, whose state folder {state.root} was deleted while they ran"]
     return ([f"up (pid {supervisor})"] if supervisor else []) + [f"{name} (pid {pid})" for name, pid in pids.items()]
@@ -225,3 +223,136 @@ def _running_json(state: StateFolder) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+class StartupDisplay:
+    """Shows the supervisor's events: moving bars on a terminal, else one line each. It restores the cursor."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stderr, highlight=False)
+        self._tasks: dict[str, TaskID] = {}
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description:<8}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_bars()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")  # for lines of a process that runs for days
+        name, after = event.service, f"after {event.seconds:.1f} s"
+        lines = {
+            "note": event.text,
+            "exited": f"{now} {event.text}",
+            "recovered": f"{now} {name}: ready again {after}",
+            "stopping": "stopping ...",
+            "stopped": f"{name}: stopped {after}",
+        }
+        if self._progress.disable:
+            lines |= {"starting": f"{name}: starting", "ready": f"{name}: ready {after}"}
+        if event.kind == "starting":
+            self._tasks[name] = self._progress.add_task(name, total=None, state="starting")
+        elif event.kind == "ready":
+            self._progress.update(self._tasks[name], total=1, completed=1, state="ready")
+        elif event.kind in ("all_ready", "stopping"):
+            self._stop_bars()
+        if event.kind in lines:
+            self._console.print(lines[event.kind], soft_wrap=True, markup=False)
+
+    def _stop_bars(self) -> None:
+        if not self._progress.disable:  # older releases of rich print an empty line for disabled bars
+            self._progress.stop()
+
+
+# `ratchet reload`: the agents of a changed ratchet.yaml join and leave a project that is up. The services watch the
+# resolved settings (`settings/agents_watch.py`). Everything is checked before they are written: settings, judges, and
+# the base model that the agents' versions belong to.
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What a reload did: agents that joined, left and changed, and the keys that wait for a restart."""
+
+    joined: tuple[str, ...]
+    left: tuple[str, ...]
+    changed: tuple[str, ...]
+    need_restart: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        parts = [("joined", self.joined), ("left", self.left), ("changed", self.changed)]
+        found = "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
+        text = [f"agents: {found}; proxy and trainer follow within seconds" if found else "agents: none changed"]
+        if self.need_restart:
+            text.append(f"not applied before a restart (`ratchet down`, `ratchet up`): {', '.join(self.need_restart)}")
+        return text
+
+
+def reload_agents(new: Settings, note: Callable[[str], None]) -> Reloaded:
+    """Let the agents of `new` join and leave the project that is up.
+
+    Raises CliError if the project is not up, and SettingsError if the agents cannot be used;
+    nothing has changed then.
+    """
+    state = new.state
+    if not (run := read_run_state(state)).get("ready"):
+        raise CliError(f"project {new.project} is not up: `ratchet up` starts it with the settings as they are")
+    if not new.agents and not new.is_set("model"):
+        raise CliError("no agents are set: name them under `agents` in ratchet.yaml, or the one agent by `model`")
+    running = load(state.resolved, environ=services.environment_without_settings())  # the file holds them
+    after = with_agents_of(running, new)
+    joined, left, changed = changed_agents(running, after)
+    need_restart = _not_applied(new, running)
+    if affected := [name for name in (*joined, *changed) if after.agents_by_name[name].has_judge]:
+        _check_judges(after, affected)
+        if "trainer" not in run["services"]:
+            need_restart.append("the trainer's process, which no agent needed when the project was started")
+    _register(after, joined, next(iter(running.agents_by_name)), new.store_url, note)
+    services.write_resolved_settings(after, state.resolved)
+    return Reloaded(tuple(joined), tuple(left), tuple(changed), tuple(need_restart))
+
+
+def _check_judges(settings: Settings, names: list[str]) -> None:
+    """Raise SettingsError if the trainer could not create the judge of one of these agents."""
+    if settings.agents:
+        settings = settings.changed(agents={name: settings.given_in("agents")[name] for name in names})
+    preflight_checks.check_judges(settings, services.service_environment(settings))
+
+
+def _register(settings: Settings, joined: list[str], known: str, store_url: str, note: Callable[[str], None]) -> None:
+    """Register version 0 of the agents that join: the base model, as the `known` agent's. Raises CliError."""
+    with contextlib.closing(open_store(store_url, create=False)) as store:
+        served_name = store.policies.get(known, BASE_VERSION).served_name
+        for name in joined:
+            store.policies.register_base(name, served_name)
+        preflight_checks.check_base_model(settings, store, note, serves=True)
+
+
+def _not_applied(new: Settings, running: Settings) -> list[str]:
+    """Return the keys that the user set otherwise than the project runs with. `up` chose those that are not set."""
+    differ = []
+    for path, source in new._sources.items():
+        if path[0] in ("agents", "model") or source.startswith("-"):
+            continue
+        have, want = _at(running.given, path), _at(new.given, path)
+        if have != want and MASK not in str(have):
+            differ.append(".".join(path))
+    return sorted(differ)
+
+
+def _at(content: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        content = content.get(key) if isinstance(content, Mapping) else None
+    return content

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ratchet.errors import CliError
+from ratchet.errors import CliError, SettingsError
 from ratchet.settings.masking import mask_arguments, mask_variables
 from ratchet.settings.project_settings import STRICT_TOOL_CALLING, Settings
 from ratchet.store.errors import install_hint
-from ratchet.supervisor.adapter_slots import max_cpu_loras, max_loras
 from ratchet.supervisor.output_parsers import OutputParsers, find_parsers
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files
 from ratchet.trainer.settings.learner_settings import MAX_SERVABLE_RANK, SERVABLE_RANKS, VARIABLE, pinned
@@ -36,6 +35,13 @@ LORA_RESOLVER = Path(ratchet_adapter_files.__file__).parent
 
 _CPUS_TO_SHARE = 4
 _CPU_BLOCK = 32  # tokens; the smallest that vLLM takes on a CPU
+# How many adapters vLLM must hold: in memory (`--max-cpu-loras`), and in one batch (`--max-loras`). Per agent, these
+# are the version held back, the live one, the one in its ramp, the candidate that is proven next and its amplified
+# copy, one that open trajectories still use, and `trainer.keep_loaded_adapters` older ones. The first three answer
+# together.
+_BESIDES_OLD = 6  # held back, live, in its ramp, candidate, its amplified copy, draining
+_AT_ONCE = 3  # held back, live, in its ramp
+_LEAST_SLOTS, _MOST_SLOTS = 4, 16  # unless the settings say otherwise: each slot takes memory of the GPU
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -59,7 +65,9 @@ def build_command(settings: Settings, port: int, *, gpu: bool | None = None) -> 
     gpu = has_visible_gpu(settings) if gpu is None else gpu
     parsers = find_parsers(model, settings.vllm, elsewhere=bool(settings.vllm.command))
     arguments = _arguments(settings, model, port, parsers, gpu)
-    notes = (*parsers.notes, *_number_format_note(settings, gpu))
+    notes, found = parsers.notes, number_format(settings, gpu)
+    if found != settings.vllm.dtype:
+        notes = (*notes, f"no GPU: vLLM serves {found}, in which the learner computes (vllm.dtype)")
     return VllmCommand(arguments, _environment(settings, model, gpu), notes)
 
 
@@ -79,7 +87,6 @@ def has_visible_gpu(settings: Settings) -> bool:
 
 @cache
 def has_gpu() -> bool:
-    """Return whether this machine has a usable NVIDIA GPU."""
     if not shutil.which("nvidia-smi"):
         return False
     try:
@@ -90,8 +97,12 @@ def has_gpu() -> bool:
 
 def check_installed(settings: Settings) -> None:
     """Raise CliError if vLLM's server cannot start, or would answer wrongly on a CPU."""
-    if not has_visible_gpu(settings):
-        _check_plugin()
+    plugin = CPU_PLUGIN / f"{_PLUGIN}.py", next(CPU_PLUGIN.glob(f"{_PLUGIN}-*.dist-info/entry_points.txt"), None)
+    if not has_visible_gpu(settings) and not (plugin[0].is_file() and plugin[1]):
+        raise CliError(  # it separates base and adapted requests
+            f"Ratchet's plug-in for vLLM on CPUs is incomplete at {CPU_PLUGIN}; without it vLLM answers requests for "
+            f"the base model with an adapter. Reinstall it {install_hint()}"
+        )
     command = settings.vllm.command
     if command:
         if not shutil.which(command[0]):
@@ -101,17 +112,6 @@ def check_installed(settings: Settings) -> None:
         raise CliError(
             f"vLLM is not installed for {sys.executable}: {install_hint(extra)}, or set vllm.command to one that is "
             "installed elsewhere"
-        )
-
-
-def _check_plugin() -> None:
-    """Raise CliError if vLLM on a CPU would not find the plug-in that separates base and adapted requests."""
-    if not (CPU_PLUGIN / f"{_PLUGIN}.py").is_file() or not any(
-        CPU_PLUGIN.glob(f"{_PLUGIN}-*.dist-info/entry_points.txt")
-    ):
-        raise CliError(
-            f"Ratchet's plug-in for vLLM on CPUs is incomplete at {CPU_PLUGIN}; without it vLLM answers requests for "
-            f"the base model with an adapter. Reinstall it {install_hint()}"
         )
 
 
@@ -158,13 +158,6 @@ def number_format(settings: Settings, gpu: bool) -> str:
     return "float32" if settings.learner.dtype == "auto" else settings.learner.dtype
 
 
-def _number_format_note(settings: Settings, gpu: bool) -> tuple[str, ...]:
-    found = number_format(settings, gpu)
-    if found == settings.vllm.dtype:
-        return ()
-    return (f"no GPU: vLLM serves {found}, in which the learner computes (vllm.dtype)",)
-
-
 def _arguments(settings: Settings, model: str, port: int, parsers: OutputParsers, gpu: bool) -> tuple[str, ...]:
     own = settings.vllm
     rank = own.max_lora_rank or servable_rank(settings)
@@ -174,7 +167,7 @@ def _arguments(settings: Settings, model: str, port: int, parsers: OutputParsers
         *("--host", own.host, "--port", str(port), "--dtype", number_format(settings, gpu)),
         *("--enable-lora", "--max-lora-rank", str(rank)),
         *("--max-loras", str(max_loras(settings)), "--max-cpu-loras", str(max_cpu_loras(settings))),
-        # vLLM's own number of sequences depends on the GPU; `memory_checks` plans with this one.
+        # vLLM's own number of sequences depends on the GPU; `gpu_memory` plans with this one.
         *("--max-num-seqs", str(own.max_num_seqs)),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
         # A model's own sampling defaults (top_p, top_k) would make logprobs useless for importance weights.
@@ -199,6 +192,45 @@ def servable_rank(settings: Settings) -> int:
     return next((rank for rank in SERVABLE_RANKS if rank >= wanted), MAX_SERVABLE_RANK)
 
 
+def max_loras(settings: Settings) -> int:
+    at_once = _AT_ONCE * len(settings.agents_by_name)
+    return settings.vllm.max_loras or min(max(at_once, _LEAST_SLOTS), _MOST_SLOTS)
+
+
+def held_adapters(settings: Settings) -> int:
+    """Return how many adapters vLLM may have to hold, over all agents."""
+    kept = [agent.keep_loaded_adapters for agent in settings.agents_by_name.values()]
+    return sum(_BESIDES_OLD + count for count in kept)
+
+
+def max_cpu_loras(settings: Settings) -> int:
+    """Return vLLM's --max-cpu-loras. Raises SettingsError if the setting is too small."""
+    own, needed, slots = settings.vllm, held_adapters(settings), max_loras(settings)
+    if own.max_cpu_loras is None:
+        return max(2 * slots, needed)
+    least = max(slots, needed)
+    if own.max_cpu_loras < least:
+        agents = len(settings.agents_by_name)
+        raise SettingsError(
+            f"vllm.max_cpu_loras {own.max_cpu_loras} is too small: {agents} agent{'s'[: agents > 1]} may need {needed} "
+            "adapters (held back, live, ramp, candidate and copy, draining and keep_loaded_adapters of each) in "
+            f"memory, and vllm.max_loras is {slots}: set {least} or more, or leave it out"
+        )
+    return own.max_cpu_loras
+
+
+def describe_thrashing(settings: Settings) -> str | None:
+    """Return a warning if one batch cannot hold what serves at the same time; None if it can."""
+    agents, slots = len(settings.agents_by_name), max_loras(settings)
+    if slots >= _AT_ONCE * agents:
+        return None
+    return (
+        f"vllm.max_loras is {slots}, and {agents} agents serve up to {_AT_ONCE * agents} versions at the same time "
+        f"(held back, live and ramp of each): vLLM exchanges adapters and calls wait; set vllm.max_loras to "
+        f"{_AT_ONCE * agents}"
+    )
+
+
 def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
     environment = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -206,16 +238,16 @@ def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    if Path(model).is_dir():
-        environment["HF_HUB_OFFLINE"] = "1"
-    elif "HF_HUB_OFFLINE" in os.environ:
-        environment["HF_HUB_OFFLINE"] = os.environ["HF_HUB_OFFLINE"]
+    if offline := "1" if Path(model).is_dir() else os.environ.get("HF_HUB_OFFLINE"):
+        environment["HF_HUB_OFFLINE"] = offline
     plugins = [] if gpu else [CPU_PLUGIN]
     if settings.adapters.is_remote:
         plugins.append(LORA_RESOLVER)
-        environment["RATCHET_ADAPTER_STORE"] = settings.adapters.store or ""
-        environment["RATCHET_ADAPTER_CACHE"] = str(settings.state.adapter_cache)
-        environment["RATCHET_ADAPTER_CACHE_BYTES"] = str(settings.adapters.max_cache_bytes)
+        environment |= {
+            "RATCHET_ADAPTER_STORE": settings.adapters.store or "",
+            "RATCHET_ADAPTER_CACHE": str(settings.state.adapter_cache),
+            "RATCHET_ADAPTER_CACHE_BYTES": str(settings.adapters.max_cache_bytes),
+        }
     if plugins:
         paths = (*map(str, plugins), os.environ.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

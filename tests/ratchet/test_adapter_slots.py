@@ -8,8 +8,13 @@ import pytest
 
 from ratchet.errors import SettingsError
 from ratchet.settings.project_settings import Settings
-from ratchet.supervisor.adapter_slots import describe_thrashing, held_adapters, max_cpu_loras
-from ratchet.supervisor.vllm_command import LORA_RESOLVER, build_command
+from ratchet.supervisor.vllm_command import (
+    LORA_RESOLVER,
+    build_command,
+    describe_thrashing,
+    held_adapters,
+    max_cpu_loras,
+)
 from tests.ratchet.test_cpu_plugin import POLICY
 
 

@@ -10,7 +10,7 @@ import pytest
 from ratchet.errors import SettingsError
 from ratchet.settings.load_settings import load
 from ratchet.store.store import Store, open_store
-from ratchet.supervisor import base_model_check, preflight_checks, services, vllm_command
+from ratchet.supervisor import preflight_checks, services, vllm_command
 from tests.harness.cli.project import Project
 
 JUDGE = "tests.harness.tuner.judges:exact"
@@ -104,7 +104,7 @@ def test_an_agent_without_a_judge_is_noted(agents: Project) -> None:
 
 def test_the_base_model_is_recorded_for_every_agent_and_read_once(agents: Project, store: Store) -> None:
     settings = load(agents.folder / "ratchet.yaml", {("state_dir",): ("", str(agents.folder / ".ratchet"))}, {})
-    assert base_model_check.check_base_model(settings, store, print)
+    assert preflight_checks.check_base_model(settings, store, print)
     mail, bot = (store.base_models.base_model_of(name) for name in settings.agents)
     assert mail is not None
     assert bot is not None

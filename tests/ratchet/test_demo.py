@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ratchet.demo.report import describe_next_steps
-from ratchet.supervisor.leftover_processes import kill_tree
+from ratchet.supervisor.pidfile import kill_tree
 from tests.harness.cli.project import INTERRUPTED, ROOT, SCRIPTED_VLLM, wait_for
 
 

@@ -20,10 +20,15 @@ import pytest
 from ratchet.errors import CliError
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
-from ratchet.supervisor.restarts import RESTART_WINDOW_SECONDS, RestartBackoff, RestartManager
-from ratchet.supervisor.service_process import ServiceProcess, start_in_order
+from ratchet.supervisor.processes import (
+    RESTART_WINDOW_SECONDS,
+    Event,
+    RestartBackoff,
+    RestartManager,
+    ServiceProcess,
+    start_in_order,
+)
 from ratchet.supervisor.services import Service
-from ratchet.supervisor.startup_display import Event
 from tests.harness.cli.project import is_alive, wait_for
 
 SLEEPS = "import time; time.sleep(300)"

@@ -19,8 +19,8 @@ import pytest
 
 from ratchet.errors import CliError
 from ratchet.settings.state_folder import StateFolder
-from ratchet.supervisor import pidfile, ports, project_lock
-from ratchet.supervisor.leftover_processes import stop_leftover_processes
+from ratchet.supervisor import pidfile, services
+from ratchet.supervisor.pidfile import stop_leftover_processes
 from tests.harness.cli.project import INTERRUPTED, Project, is_alive, wait_for
 
 
@@ -370,38 +370,38 @@ def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: 
 def test_a_folder_of_another_user_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     state = StateFolder(tmp_path / "state")
-    project_lock.write_user_pidfile(state)
+    pidfile.write_user_pidfile(state)
     (folder,) = tmp_path.glob("ratchet-*")
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert project_lock.orphaned_pid(state) is not None
+    assert pidfile.orphaned_pid(state) is not None
     folder.chmod(0o777)  # anybody could have written it
-    assert project_lock.running_supervisor(state) is None
-    project_lock.write_user_pidfile(state)
-    project_lock.remove_user_pidfile(state)
+    assert pidfile.running_supervisor(state) is None
+    pidfile.write_user_pidfile(state)
+    pidfile.remove_user_pidfile(state)
     folder.chmod(0o700)
-    project_lock.remove_user_pidfile(state)
-    assert project_lock.running_supervisor(state) is None
+    pidfile.remove_user_pidfile(state)
+    assert pidfile.running_supervisor(state) is None
 
 
 def test_a_default_port_that_is_busy_moves_to_the_next_free_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         busy = server.getsockname()[1]
-        assert ports.choose_port("vllm", "vllm.port", "127.0.0.1", busy, fixed=False, taken=set()) > busy
+        assert services.choose_port("vllm", "vllm.port", "127.0.0.1", busy, fixed=False, taken=set()) > busy
 
 
 def test_a_chosen_port_that_is_busy_names_pid_and_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         busy = server.getsockname()[1]
         with pytest.raises(CliError, match=rf"vllm: port {busy} is used by pid {os.getpid()} .* set vllm.port"):
-            ports.choose_port("vllm", "vllm.port", "127.0.0.1", busy, fixed=True, taken=set())
+            services.choose_port("vllm", "vllm.port", "127.0.0.1", busy, fixed=True, taken=set())
 
 
 def test_two_services_never_get_the_same_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1] + 1
-    assert ports.choose_port("vllm", "vllm.port", "127.0.0.1", free, fixed=False, taken={free}) != free
+    assert services.choose_port("vllm", "vllm.port", "127.0.0.1", free, fixed=False, taken={free}) != free
     with pytest.raises(CliError, match="another service"):
-        ports.choose_port("vllm", "vllm.port", "127.0.0.1", free, fixed=True, taken={free})
+        services.choose_port("vllm", "vllm.port", "127.0.0.1", free, fixed=True, taken={free})
 
 
 def test_a_port_on_which_a_vllm_that_starts_will_listen_is_not_free_and_one_in_time_wait_is() -> None:
@@ -409,22 +409,22 @@ def test_a_port_on_which_a_vllm_that_starts_will_listen_is_not_free_and_one_in_t
         starting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
         starting.bind(("127.0.0.1", 0))
         port = starting.getsockname()[1]
-        assert not ports.is_free("127.0.0.1", port)
-    assert ports.is_free("127.0.0.1", port)
+        assert not services.is_free("127.0.0.1", port)
+    assert services.is_free("127.0.0.1", port)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         client = socket.create_connection(("127.0.0.1", port))
         served, _ = server.accept()
         served.close()  # the side that closes first keeps TIME_WAIT
         client.close()
-    assert ports._has_connections(port)
-    assert ports.is_free("127.0.0.1", port)
+    assert services._has_connections(port)
+    assert services.is_free("127.0.0.1", port)
 
 
 def test_port_0_takes_a_free_one() -> None:
-    port = ports.choose_port("vllm", "vllm.port", "127.0.0.1", 0, fixed=True, taken=set())
+    port = services.choose_port("vllm", "vllm.port", "127.0.0.1", 0, fixed=True, taken=set())
     assert port > 0
-    assert ports.is_free("127.0.0.1", port)
+    assert services.is_free("127.0.0.1", port)
 
 
 def test_a_running_process_is_found(tmp_path: Path) -> None:

@@ -69,7 +69,6 @@ def task_of_question(messages: list[Mapping[str, Any]]) -> MailTask:
 
 
 def text_of(content: object) -> str:
-    """Return the text of a message's content, which may be a list of parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return "" if content is None else str(content)

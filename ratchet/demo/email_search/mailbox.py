@@ -134,7 +134,6 @@ class Mailbox:
         return [(row[0], row[1]) for row in self._db.execute(sql, {"query": query, **self._user})]
 
     def read(self, message_id: str) -> str | None:
-        """Return the body of a mail; None for an unknown id."""
         sql = f"SELECT body FROM body WHERE message_id = :id{_VISIBLE}"
         row = self._db.execute(sql, {"id": _for_sqlite(message_id), **self._user}).fetchone()
         return None if row is None else str(row[0])

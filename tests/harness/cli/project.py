@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from ratchet import cli
-from ratchet.supervisor.leftover_processes import kill_tree
+from ratchet.supervisor.pidfile import kill_tree
 from tests.harness.ports import free_port
 from tests.harness.trainer.tiny import build_tiny_model
 

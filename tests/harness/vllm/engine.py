@@ -14,7 +14,7 @@ import httpx
 import psutil
 
 from ratchet.settings.project_settings import Settings
-from ratchet.supervisor.leftover_processes import kill_tree
+from ratchet.supervisor.pidfile import kill_tree
 from ratchet.supervisor.vllm_command import build_command
 from tests.harness.ports import free_port
 
