@@ -165,7 +165,7 @@ def find_parsers(model: str, own: VllmSettings, *, elsewhere: bool = False) -> O
                     f"the model thinks: vLLM's parser {reasoning} returns its thoughts as `reasoning`, apart from "
                     "`content`; vllm.reasoning_parser: none turns that off"
                 )
-    return OutputParsers(*(None if name == _OFF else name for name in (tools, reasoning)), tuple(notes))
+    return OutputParsers(None if tools == _OFF else tools, None if reasoning == _OFF else reasoning, tuple(notes))
 
 
 def tool_call_parser(text: ModelText, known: Sequence[str] = ()) -> tuple[str, str]:
