@@ -99,7 +99,8 @@ class ImportedTasks:
         try:
             return open_source(source)
         except TaskSetNotFound as error:
-            raise _with_names(error, [one.name for one in self.all()]) from error
+            names = ", ".join(one.name for one in self.all())
+            raise TaskSetNotFound(f"{error}; imported sets: {names or 'none'}") from error
 
     def folder_of(self, name: str) -> Path | None:
         """Return the folder of an imported set, or None."""
@@ -152,10 +153,6 @@ def _read(about: Path) -> Imported:
         raise TaskSetError(f"{about} is damaged ({error}): import the set again with --replace") from error
 
 
-def _with_names(error: TaskSetNotFound, names: Sequence[str]) -> TaskSetNotFound:
-    return TaskSetNotFound(f"{error}; imported sets: {', '.join(names) or 'none'}")
-
-
 VALIDATION = ("validation", "valid", "val", "dev")  # names of a validation split
 
 
@@ -178,7 +175,8 @@ class TaskFamily:
         TaskSetError.
         """
         own = next((split for split in self.tasks.splits() if split in VALIDATION), None)
-        found = sorted({task.id: task for task in self.of(own or TRAIN) if task.id not in tests}.values(), key=_id)
+        known = {task.id: task for task in self.of(own or TRAIN) if task.id not in tests}
+        found = [known[name] for name in sorted(known)]
         random.Random(f"{seed}/{self.name}/validation").shuffle(found)
         share = len(found) if own else max(1, len(found) // 4)
         if not found or (own is None and len(found) < 2):
@@ -187,10 +185,6 @@ class TaskFamily:
                 "split, or a split called validation"
             )
         return found[: min(limit, share)]
-
-
-def _id(task: Task) -> str:
-    return task.id
 
 
 def parse_families(given: Sequence[str], opened: Callable[[str], TaskSet] = TaskSet.open) -> list[TaskFamily]:
@@ -231,9 +225,7 @@ class TaskMix:
 
     def draw(self, number: int, count: int) -> list[Task]:
         """Return `count` tasks for the round with this number (from 0)."""
-        before: Counter[str] = Counter()
-        for earlier in range(number):
-            before.update(self._counts(earlier, count))
+        before = sum((self._counts(earlier, count) for earlier in range(number)), Counter[str]())
         own = self._counts(number, count)
         return [task for name in own for task in self._slice(name, before[name], own[name])]
 

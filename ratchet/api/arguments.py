@@ -117,10 +117,9 @@ def _source(tasks: AnyTasks | None, seed: int | None, test_size: float | None) -
     """Return source, share of held-out tasks and seed."""
     if not isinstance(tasks, (str, Path, Tasks, type(None))):
         raise InvalidArgument(f"tasks is {tasks!r:.100}: give a folder, a file, a hub name or `ratchet.Tasks(...)`")
-    if not isinstance(tasks, Tasks):
-        return {"tasks": None if tasks is None else str(tasks), "seed": seed, "test_size": test_size}
-    if tasks.test_size is None:
-        return {"tasks": tasks.source, "seed": seed, "test_size": test_size}
+    if not isinstance(tasks, Tasks) or tasks.test_size is None:
+        source = tasks.source if isinstance(tasks, Tasks) else None if tasks is None else str(tasks)
+        return {"tasks": source, "seed": seed, "test_size": test_size}
     if seed not in (None, tasks.seed) or test_size not in (None, tasks.test_size):
         raise InvalidArgument(
             f"{tasks!r} holds out {tasks.test_size:g} of its tasks: give seed and test_size there only"
@@ -177,19 +176,17 @@ class Families:
 
     def functions(self, *, importable: bool) -> dict[str, Function | str]:
         """Return the judges that the trainer cannot import, and on request those that it can, by family."""
-        served: dict[str, Function | str] = {name: one for name, one in self.judges.items() if callable(one)}
-        if importable:
-            served |= {name: one["function"] for name, one in self.judges.items() if is_function(one)}
+        served: dict[str, Function | str] = {}
+        for name, one in self.judges.items():
+            if callable(one):
+                served[name] = one
+            elif importable and one.keys() == {"kind", "function"} and one["kind"] == "function":
+                served[name] = one["function"]
         return served
 
     def judge(self, served: Mapping[str, Any]) -> dict[str, Any]:
         """Return the judge of all families. `served`: specifications in place of functions."""
         return {"kind": "by_family", "judges": {**self.judges, **served}}
-
-
-def is_function(judge: Any) -> bool:
-    """Return whether a specification names an importable function and nothing else."""
-    return isinstance(judge, Mapping) and judge.keys() == {"kind", "function"} and judge["kind"] == "function"
 
 
 def read_families(families: Mapping[str, Family]) -> Families:

@@ -376,7 +376,8 @@ class _DirectRun:
 
     async def _attempt(self, job: RolloutJob) -> tuple[Rollout, WorkflowOutput | None]:
         """Run the workflow once; None if it failed."""
-        output, values = None, dict[str, Any]()
+        output: WorkflowOutput | None = None
+        values: dict[str, Any] = {}
         async with self._places:
             began = time.time()
             try:

@@ -122,9 +122,7 @@ class RolloutScorer:
             for group in _by_task(ended):
                 self.check()
                 if members := self._transcripts(judge, group, work):
-                    compared = (
-                        len({one.candidate for one in group}) > 1
-                    )  # otherwise the order of members decides nothing
+                    compared = len({one.candidate for one in group}) > 1  # else the order of members decides nothing
                     ask = partial(judge_in_both_orders, judge) if compared else partial(judge.judge, None)
                     pending.append(threads.submit(ask, members))
                 while len(pending) > 2 * judge.concurrency:
@@ -146,7 +144,7 @@ class RolloutScorer:
     ) -> None:
         self.spent += judging_cost(judgement.judge_requests)
         for verdict in judgement.verdicts:
-            self._record_verdict(verdict, work)
+            self._write(verdict.trajectory_id, verdict.score, verdict.judge, verdict.failure, work)
             on_verdict(verdict)
 
     def _transcripts(self, judge: Judge, group: Iterable[Rollout], work: Phase) -> list[Transcript]:
@@ -162,9 +160,6 @@ class RolloutScorer:
                 continue
             found.append(transcript)
         return found
-
-    def _record_verdict(self, verdict: Verdict, work: Phase) -> None:
-        self._write(verdict.trajectory_id, verdict.score, verdict.judge, verdict.failure, work)
 
     def _write(self, name: str, score: float | None, judge: str, failure: str | None, work: Phase) -> None:
         self.store.rollouts.score(name, score, judge, failure)
