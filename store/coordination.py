@@ -31,10 +31,8 @@ class Leases(Verbs):
         with write(self._engine) as connection:
             insert_or_ignore(connection, table, [{"name": name, "owner": owner, "expires_at": now + seconds}])
             free = sa.or_(table.c.owner == owner, table.c.expires_at < now)
-            acquired = connection.execute(
-                sa.update(table).where(table.c.name == name, free).values(owner=owner, expires_at=now + seconds)
-            )
-            return bool(acquired.rowcount)
+            change = sa.update(table).where(table.c.name == name, free).values(owner=owner, expires_at=now + seconds)
+            return bool(connection.execute(change).rowcount)
 
     def renew(self, names: Collection[str], owner: str, seconds: float) -> set[str]:
         """Renew those of the leases that `owner` still holds for `seconds`; return their names."""
@@ -47,10 +45,8 @@ class Leases(Verbs):
     def holders(self, prefix: str) -> list[LeaseHolder]:
         """Return the leases with this name prefix that have not expired, by name."""
         table = schema.leases
-        current = sa.and_(
-            table.c.name >= prefix, table.c.name < f"{prefix}\U0010ffff", table.c.expires_at >= time.time()
-        )
-        return self._records(LeaseHolder, sa.select(table).where(current).order_by(table.c.name))
+        query = sa.select(table).where(table.c.name >= prefix, table.c.name < f"{prefix}\U0010ffff")
+        return self._records(LeaseHolder, query.where(table.c.expires_at >= time.time()).order_by(table.c.name))
 
     def release(self, name: str, owner: str) -> None:
         """Release a lease; no effect if `owner` does not hold it."""
@@ -70,10 +66,7 @@ class ProxyInstances(Verbs):
         Return whether the store has the heartbeat of `previous`; else it is another one, or older than it was.
         """
         table = schema.proxy_instances
-        row = msgspec.structs.asdict(instance) | {
-            "live_versions": dict(instance.live_versions),
-            "pinned_trajectories": dict(instance.pinned_trajectories),
-        }
+        row = msgspec.structs.asdict(instance)
         own = sa.update(table).where(table.c.id == instance.id).values(**row)
         with write(self._engine) as connection:
             if connection.execute(own.where(table.c.heartbeat_at >= previous)).rowcount:
@@ -81,9 +74,8 @@ class ProxyInstances(Verbs):
             if connection.execute(own).rowcount:
                 return False
             insert_or_ignore(connection, table, [row])
-            connection.execute(
-                sa.delete(table).where(table.c.heartbeat_at < instance.heartbeat_at - _DELETE_AFTER_SECONDS)
-            )
+            stopped = table.c.heartbeat_at < instance.heartbeat_at - _DELETE_AFTER_SECONDS
+            connection.execute(sa.delete(table).where(stopped))
         return False
 
     def server_started_at(self) -> datetime | None:
@@ -123,15 +115,11 @@ class Alarms(Verbs):
         table, now = schema.alarms, time.time()
         row = {"name": name, "reason": reason, "raised_at": now, "last_raised_at": now, "count": 0, "cleared_at": None}
         raised_at = sa.case((table.c.cleared_at.is_not(None), now), else_=table.c.raised_at)
+        again = {"reason": reason, "last_raised_at": now, "raised_at": raised_at, "cleared_at": None}
         with write(self._engine) as connection:
             insert_or_ignore(connection, table, [row])
-            connection.execute(
-                sa.update(table)
-                .where(table.c.name == name)
-                .values(
-                    reason=reason, last_raised_at=now, raised_at=raised_at, count=table.c.count + 1, cleared_at=None
-                )
-            )
+            active = sa.update(table).where(table.c.name == name)
+            connection.execute(active.values(**again, count=table.c.count + 1))
 
     def clear(self, *names: str) -> None:
         """Clear alarms; no effect on those that are not active."""
@@ -147,13 +135,8 @@ class Alarms(Verbs):
         of its last message, until these are over.
         """
         table = schema.alarms
-        raised = sa.and_(
-            table.c.cleared_at.is_(None),
-            sa.or_(
-                table.c.sent_at.is_(None),
-                sa.and_(table.c.sent_at < table.c.raised_at, table.c.sent_at <= now - quiet_seconds),
-            ),
-        )
+        again = sa.and_(table.c.sent_at < table.c.raised_at, table.c.sent_at <= now - quiet_seconds)
+        raised = sa.and_(table.c.cleared_at.is_(None), sa.or_(table.c.sent_at.is_(None), again))
         cleared = sa.and_(table.c.sent_at >= table.c.raised_at, table.c.sent_at < table.c.cleared_at)
         query = sa.select(table).where(sa.or_(raised, cleared)).order_by(table.c.last_raised_at, table.c.name)
         return self._records(Alarm, query)
@@ -288,7 +271,7 @@ def _newest(kind: ActivityKind, table: sa.Table, column: sa.ColumnElement[Any]) 
 class JobProgressVerbs(Verbs):
     def update(self, progress: Sequence[JobProgress]) -> None:
         """Replace the progress of some phases, in one transaction."""
-        rows = [msgspec.structs.asdict(one) | {"means": dict(one.means)} for one in progress]
+        rows = [msgspec.structs.asdict(one) for one in progress]
         table = schema.job_progress
         new = {column: sa.bindparam(f"new_{column.name}") for column in table.c if not column.primary_key}
         mine = matches(table, alias=sa.bindparam("new_alias"), phase=sa.bindparam("new_phase"))

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from ratchet.store.calls.shipping import short_task
 from ratchet.store.db import schema
+from ratchet.store.db.verbs import matches
 from ratchet.store.states import TrajectoryState
 
 _LAST = "\U0010ffff"
@@ -52,15 +53,8 @@ class TrajectoryFilter:
     def where(self) -> sa.ColumnElement[bool]:
         """Return the condition on the table of trajectories, including the tag."""
         trajectories, tags = schema.trajectories, schema.trajectory_tags
-        pairs: list[tuple[Any, Any]] = [
-            (trajectories.c.state, self.state),
-            (trajectories.c.alias, self.alias),
-            (trajectories.c.version, self.version),
-            (trajectories.c.task, short_task(self.task)),
-            (trajectories.c.key_id, self.key),
-            (trajectories.c.round_id, self.round),
-        ]
-        conditions = [column == value for column, value in pairs if value is not None]
+        same = {"task": short_task(self.task), "key_id": self.key, "round_id": self.round}
+        conditions = [matches(trajectories, state=self.state, alias=self.alias, version=self.version, **same)]
         if self.since is not None:
             conditions.append(trajectories.c.opened_at >= self.since)
         if self.until is not None:
@@ -74,9 +68,8 @@ class TrajectoryFilter:
         if self.id is not None:
             conditions.append(sa.or_(trajectories.c.id == self.id, successors_of(self.id)))
         if self.tag is not None:
-            conditions.append(
-                trajectories.c.id.in_(sa.select(tags.c.trajectory_id).where(tags.c.tag == self.tag[:128]))
-            )
+            tagged = sa.select(tags.c.trajectory_id).where(tags.c.tag == self.tag[:128])
+            conditions.append(trajectories.c.id.in_(tagged))
         return sa.and_(sa.true(), *conditions, *self._of_calls(), *self._of_score())
 
     def _of_calls(self) -> list[sa.ColumnElement[bool]]:
@@ -87,9 +80,7 @@ class TrajectoryFilter:
         if self.role is not None:
             conditions.append(sa.exists().where(mine, calls.c.role == self.role[:128]))
         if self.tool is not None or self.outcome is not None:
-            called = sa.exists().where(mine, tools.c.call_id == calls.c.id)
-            if self.tool is not None:
-                called = called.where(tools.c.tool == self.tool)
+            called = sa.exists().where(mine, tools.c.call_id == calls.c.id, matches(tools, tool=self.tool))
             if self.outcome is not None:
                 called = called.where(sa.or_(tools.c.outcome == self.outcome, tools.c.result == self.outcome))
             conditions.append(called)
@@ -169,19 +160,15 @@ def select_page_ids(
     if chosen.tag is not None and by_tag:
         query, time, name = _tagged(chosen), tags.c.opened_at, tags.c.trajectory_id
     else:
-        query, time, name = (
-            sa.select(trajectories.c.id).where(replace(chosen, tag=None).where()),
-            trajectories.c.opened_at,
-            trajectories.c.id,
-        )
+        query = sa.select(trajectories.c.id).where(replace(chosen, tag=None).where())
+        time, name = trajectories.c.opened_at, trajectories.c.id
         if chosen.tag is not None:
             mine = sa.and_(tags.c.opened_at == trajectories.c.opened_at, tags.c.trajectory_id == trajectories.c.id)
             query = query.where(sa.exists().where(tags.c.tag == chosen.tag[:128], mine))
     if before:
         # Redundant, but an index on the time alone can start at the first condition.
-        query = query.where(
-            time <= opened_at, sa.tuple_(time, name) < sa.tuple_(sa.literal(opened_at), sa.literal(before))
-        )
+        last = sa.tuple_(sa.literal(opened_at), sa.literal(before))
+        query = query.where(time <= opened_at, sa.tuple_(time, name) < last)
     return query.order_by(time.desc(), name.desc()).limit(limit)
 
 
@@ -194,8 +181,6 @@ def _tagged(chosen: TrajectoryFilter) -> sa.Select[str]:
     if chosen.until is not None:
         query = query.where(tags.c.opened_at < chosen.until)
     rest = replace(chosen, tag=None, since=None, until=None)
-    return (
-        query
-        if rest.is_unrestricted
-        else query.join(trajectories, trajectories.c.id == tags.c.trajectory_id).where(rest.where())
-    )
+    if rest.is_unrestricted:
+        return query
+    return query.join(trajectories, trajectories.c.id == tags.c.trajectory_id).where(rest.where())

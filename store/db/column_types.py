@@ -40,9 +40,6 @@ _DICTIONARY = (
 )
 
 
-_Pack = Callable[[Any], bytes | None]
-
-
 class Bytes(sa.LargeBinary):
     """Bytes passed to the driver unchanged: both drivers accept them without SQLAlchemy's wrapping."""
 
@@ -50,55 +47,6 @@ class Bytes(sa.LargeBinary):
 
     def bind_processor(self, dialect: sa.Dialect) -> None:
         """Return no conversion."""
-
-
-class Hash(sa.types.TypeDecorator[str]):
-    """A hash text such as `b2:0011...` as bytes; the empty text (no parent) as empty bytes."""
-
-    impl = Bytes
-    cache_ok = True
-
-    def bind_processor(self, dialect: sa.Dialect) -> _Pack:
-        """Return the conversion to the stored form."""
-        return _hash_or_none
-
-    def process_result_value(self, value: Any, dialect: sa.Dialect) -> str | None:
-        """Return the text."""
-        return None if value is None else unpack_hash(bytes(value))
-
-
-class Body(sa.types.TypeDecorator[bytes]):
-    """JSON bytes, deflated."""
-
-    impl = Bytes
-    cache_ok = True
-
-    def bind_processor(self, dialect: sa.Dialect) -> _Pack:
-        """Return the conversion to the stored form."""
-        return _or_none(pack_body)
-
-    def process_result_value(self, value: Any, dialect: sa.Dialect) -> bytes | None:
-        """Return the JSON."""
-        return None if value is None else unpack_body(bytes(value))
-
-
-class Ids(sa.types.TypeDecorator[bytes]):
-    """Little-endian int32 token ids, without the bytes that are zero in all of them."""
-
-    impl = Bytes
-    cache_ok = True
-
-    def bind_processor(self, dialect: sa.Dialect) -> _Pack:
-        """Return the conversion to the stored form."""
-        return _or_none(compress_token_ids)
-
-    def process_result_value(self, value: Any, dialect: sa.Dialect) -> bytes | None:
-        """Return the int32 bytes."""
-        return None if value is None else decompress_token_ids(bytes(value))
-
-
-def _or_none(pack: Callable[[Any], bytes]) -> _Pack:
-    return lambda value: None if value is None else pack(value)
 
 
 def pack_hash(text: str) -> bytes:
@@ -112,9 +60,6 @@ def pack_hash(text: str) -> bytes:
         except ValueError:
             pass
     return _PLAIN_TEXT + text.encode()
-
-
-_hash_or_none = lru_cache(maxsize=4096)(_or_none(pack_hash))  # the rows of one call repeat its hashes
 
 
 def unpack_hash(packed: bytes) -> str:
@@ -181,3 +126,45 @@ def decompress_token_ids(packed: bytes) -> bytes:
     for place in range(width):
         ids[place::4] = packed[1 + place * count : 1 + (place + 1) * count]
     return bytes(ids)
+
+
+def _or_none(pack: Callable[[Any], bytes]) -> Callable[[Any], bytes | None]:
+    return lambda value: None if value is None else pack(value)
+
+
+class _Packed(sa.types.TypeDecorator[Any]):
+    """Values that are stored in another form. Its kinds need their own `cache_ok`."""
+
+    impl = Bytes
+    pack: Callable[[Any], bytes | None]
+    unpack: Callable[[bytes], Any]
+
+    def bind_processor(self, dialect: sa.Dialect) -> Callable[[Any], bytes | None]:
+        """Return the conversion to the stored form."""
+        return type(self).pack
+
+    def process_result_value(self, value: Any, dialect: sa.Dialect) -> Any:
+        """Return the value."""
+        return None if value is None else type(self).unpack(bytes(value))
+
+
+class Hash(_Packed):
+    """A hash text such as `b2:0011...` as bytes; the empty text (no parent) as empty bytes."""
+
+    cache_ok = True
+    pack = staticmethod(lru_cache(maxsize=4096)(_or_none(pack_hash)))  # the rows of one call repeat its hashes
+    unpack = staticmethod(unpack_hash)
+
+
+class Body(_Packed):
+    """JSON bytes, deflated."""
+
+    cache_ok = True
+    pack, unpack = staticmethod(_or_none(pack_body)), staticmethod(unpack_body)
+
+
+class Ids(_Packed):
+    """Little-endian int32 token ids, without the bytes that are zero in all of them."""
+
+    cache_ok = True
+    pack, unpack = staticmethod(_or_none(compress_token_ids)), staticmethod(decompress_token_ids)
