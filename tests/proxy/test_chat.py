@@ -41,11 +41,6 @@ def ask(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
-def last_call(proxy: Proxy) -> Call:
-    proxy.settled()
-    return proxy.store.calls.page(1)[0]
-
-
 def tokens(call: Call, choice: int = 0) -> tuple[int, ...]:
     return unpack_ids(call.choices[choice].token_ids)
 
@@ -54,7 +49,7 @@ def test_a_plain_call_is_answered_and_recorded_with_the_engines_tokens(proxy: Pr
     answer = proxy.agent().chat.completions.create(model="agent", messages=ask("#say=hello.there"), temperature=0.7)
     assert answer.choices[0].message.content == "hello there"
     assert answer.model == "agent@0"
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (call.state, call.context, call.linked_by, call.untrainable) == (CallState.ANSWERED, "root", "root", None)
     assert unpack_ids(call.prompt_ids) == tuple(render(ask("#say=hello.there")))
     assert tokens(call) == (*b"hello there", END)
@@ -76,7 +71,7 @@ def test_a_streamed_call_arrives_as_it_is_generated_and_is_recorded_like_a_plain
             assert chunk.model == "agent@0"
     assert text == "slow words"
     assert times[-1] - times[0] > 0.2
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (call.streamed, call.state, tokens(call)) == (True, CallState.ANSWERED, (*b"slow words", END))
     assert len(unpack_logprobs(call.choices[0].logprobs)) == 11
     assert call.first_byte_at is not None
@@ -109,7 +104,7 @@ def test_the_client_gets_the_fields_that_it_requested(proxy: Proxy) -> None:
     streamed = proxy.http.post("/v1/chat/completions", json={**body, **options}).text
     assert streamed.count('"logprob"') == 3
     assert '"completion_tokens": 3' in streamed
-    assert tokens(last_call(proxy)) == (*b"hi", END)
+    assert tokens(proxy.last_call()) == (*b"hi", END)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -123,7 +118,7 @@ def test_tool_calls_are_recorded_with_all_their_tokens(proxy: Proxy, streamed: b
     else:
         answer = agent.chat.completions.create(model="agent", messages=question, tools=TOOLS)
         assert answer.choices[0].message.tool_calls
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (
         bytes(tokens(call)[:-1]).decode()
         == '<tool_call>{"name": "search", "arguments": {"q": "budget", "n": 2}}</tool_call>'
@@ -139,7 +134,7 @@ def test_tool_calls_are_recorded_with_all_their_tokens(proxy: Proxy, streamed: b
 def test_every_choice_of_n_is_recorded(proxy: Proxy, streamed: bool) -> None:
     body = {"model": "agent", "messages": ask("hi"), "n": 3, "stream": streamed}
     assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert [choice.index for choice in call.choices] == [0, 1, 2]
     assert len({choice.token_ids for choice in call.choices}) == 3
     assert call.untrainable is None
@@ -158,7 +153,7 @@ def test_inexact_calls_are_marked_and_never_padded(proxy: Proxy, text: str, extr
     assert (
         proxy.http.post("/chat/completions", json={"model": "agent", "messages": ask(text), **extra}).status_code == 200
     )
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert call.untrainable == reason
     if reason != "echo":
         assert (call.choices[0].token_ids, call.choices[0].logprobs) == (b"", b"")
@@ -170,7 +165,7 @@ def test_images_are_recorded_and_marked(proxy: Proxy) -> None:
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
     ]
     proxy.agent().chat.completions.create(model="agent", messages=[{"role": "user", "content": parts}])
-    assert last_call(proxy).untrainable == "image"
+    assert proxy.last_call().untrainable == "image"
 
 
 def test_unknown_fields_and_sampling_reach_vllm_unchanged(proxy: Proxy, vllm: ScriptedVllm) -> None:
@@ -193,7 +188,7 @@ def test_sampling_parameters_are_recorded_as_sent(proxy: Proxy) -> None:
     sent |= {"guided_regex": "a+", "structured_outputs": {"choice": ["a"]}, "tool_choice": tool, "logit_bias": {"5": 1}}
     body = {"model": "agent", "messages": ask("hi"), **sent, "response_format": schema, "user": "u"}
     assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
-    assert last_call(proxy).sampling == {**sent, "response_format": True}
+    assert proxy.last_call().sampling == {**sent, "response_format": True}
 
 
 def test_every_answer_names_its_call_trajectory_and_policy(proxy: Proxy) -> None:
@@ -203,7 +198,7 @@ def test_every_answer_names_its_call_trajectory_and_policy(proxy: Proxy) -> None
     assert answer.headers["x-request-id"] == "mine-1"
     assert answer.headers["x-ratchet-policy"] == "agent@0"
     assert 0 < float(answer.headers["x-ratchet-overhead-ms"]) < 1000
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert answer.headers["x-ratchet-call"] == call.id
     assert answer.headers["x-ratchet-trajectory"] == call.trajectory_id
 
@@ -217,7 +212,7 @@ def test_an_upstreams_error_keeps_its_status_body_and_retry_after(proxy: Proxy) 
         "param": None,
         "code": 429,
     }
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (call.state, call.status, call.error) == (CallState.FAILED, 429, "scripted failure")
     page = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": ask("#html")})
     assert (page.status_code, page.json()["error"]["message"]) == (502, "<html>bad gateway</html>")
@@ -231,7 +226,7 @@ def test_a_failure_in_mid_stream_is_reported_and_recorded(proxy: Proxy, how: str
         for chunk in stream:
             seen += chunk.choices[0].delta.content or ""
     assert seen == "abc"
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (call.state, tokens(call)) == (CallState.FAILED, tuple(b"abc"))
     assert call.untrainable == "failed"
 
@@ -245,7 +240,7 @@ def test_an_unreachable_upstream_is_named_to_operators(start: Start, vllm: Scrip
     assert "agent@0" in answer.json()["error"]["message"]
     ready = eventually(lambda: (health := proxy.http.get("/health/ready")).status_code == 503 and health)
     assert url in ready.json()["missing"][0]
-    assert last_call(proxy).state == CallState.FAILED
+    assert proxy.last_call().state == CallState.FAILED
 
 
 @pytest.mark.parametrize(
@@ -285,8 +280,8 @@ def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
     else:
         leave(f"{proxy.url}/v1/chat/completions", body, lambda: vllm.calls)
     eventually(lambda: vllm.aborted == 1, 10)  # the whole answer takes 20 seconds
-    eventually(lambda: last_call(proxy).state == CallState.ABORTED)
-    call = last_call(proxy)
+    eventually(lambda: proxy.last_call().state == CallState.ABORTED)
+    call = proxy.last_call()
     assert [set(unpack_ids(choice.token_ids)) for choice in call.choices] == ([{120}] if streamed else [])
     assert proxy.agent().chat.completions.create(model="agent", messages=ask("#say=still.here")).choices
 
@@ -294,7 +289,7 @@ def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
 def test_a_large_body_is_served(proxy: Proxy) -> None:
     answer = proxy.agent().chat.completions.create(model="agent", messages=ask("y" * 600_000 + " #say=ok"))
     assert answer.choices[0].message.content == "ok"
-    assert last_call(proxy).prompt_tokens > 600_000
+    assert proxy.last_call().prompt_tokens > 600_000
 
 
 @pytest.mark.parametrize(
@@ -322,7 +317,7 @@ def test_a_developer_message_reaches_the_model_as_system_and_is_recorded_unchang
         answer = proxy.agent().chat.completions.create(model="agent", messages=messages)
         assert [m["role"] for m in vllm.calls[-1]["messages"]] == ["system", "user", "assistant", "user"][: 2 * count]
         messages += [{"role": "assistant", "content": answer.choices[0].message.content}, *ask("#say=bye")]
-    call = last_call(proxy)
+    call = proxy.last_call()
     found = proxy.store.trajectories.read(call.trajectory_id)
     assert [m["role"] for m in found.messages] == ["developer", "user", "assistant", "user", "assistant"]
     assert call.context == "exact"
@@ -335,7 +330,7 @@ def test_the_model_gets_only_the_allowed_tools(proxy: Proxy, vllm: ScriptedVllm)
     body = {"model": "agent", "messages": ask("#tool=search"), "tools": [*TOOLS, other], "tool_choice": choice}
     assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
     assert (vllm.calls[-1]["tools"], vllm.calls[-1]["tool_choice"]) == (TOOLS, "required")
-    assert last_call(proxy).sampling["tool_choice"] == choice
+    assert proxy.last_call().sampling["tool_choice"] == choice
     for wrong in ({"type": "allowed_tools"}, {"type": "allowed_tools", "allowed_tools": {"tools": []}}):
         refused = proxy.http.post("/v1/chat/completions", json={**body, "tool_choice": wrong})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")

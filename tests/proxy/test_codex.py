@@ -27,8 +27,7 @@ def test_a_body_compressed_with_zstd_is_read_and_recorded(proxy: Proxy) -> None:
     headers = {"content-type": "application/json", "content-encoding": "zstd"}
     answer = proxy.http.post("/v1/responses", content=body, headers=headers)
     assert answer.json()["output"][0]["content"][0]["text"] == "hello"
-    proxy.settled()
-    assert proxy.store.calls.page(1)[0].untrainable is None
+    assert proxy.last_call().untrainable is None
 
 
 @pytest.mark.parametrize(

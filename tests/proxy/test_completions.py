@@ -8,17 +8,12 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.coordinator.operator_api.routes import MAX_TOKENS
-from ratchet.store.records import Call, unpack_ids, unpack_logprobs
+from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.scripted_vllm import END, ScriptedVllm, logprob
 from tests.harness.records import call_start, ended
-
-
-def last_call(proxy: Proxy) -> Call:
-    proxy.settled()
-    return proxy.store.calls.page(1)[0]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -33,7 +28,7 @@ def test_a_completion_is_answered_and_recorded(proxy: Proxy, streamed: bool, as_
     else:
         answer = proxy.agent().completions.create(model="agent", prompt=prompt, temperature=0.5)
         assert (answer.choices[0].text, answer.model, answer.choices[0].logprobs) == ("upon a time", "agent@0", None)
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (call.dialect, call.state, call.linked_by, call.untrainable) == (
         "completions",
         CallState.ANSWERED,
@@ -54,7 +49,7 @@ def test_a_completion_is_answered_and_recorded(proxy: Proxy, streamed: bool, as_
 def test_every_choice_of_n_is_recorded(proxy: Proxy, streamed: bool) -> None:
     body = {"model": "agent", "prompt": "hi", "n": 3, "stream": streamed}
     assert proxy.http.post("/v1/completions", json=body).status_code == 200
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert len({choice.token_ids for choice in call.choices}) == 3
     assert call.untrainable is None
 
@@ -112,7 +107,7 @@ def test_requests_with_echo_reach_vllm_unchanged(proxy: Proxy, vllm: ScriptedVll
     assert proxy.http.post("/v1/completions", json=body).status_code == 200
     sent = {name: given for name, given in vllm.calls[-1].items() if name in ("return_token_ids", "logprobs")}
     assert sent == ({"logprobs": 2} if "logprobs" in fields else {})
-    assert last_call(proxy).untrainable == "echo"
+    assert proxy.last_call().untrainable == "echo"
 
 
 REPLY = {"role": "assistant", "content": "Oslo"}

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from ratchet.store.records import Call, unpack_ids, unpack_logprobs
+from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import END, ScriptedVllm, logprob, render, tool_text
@@ -57,11 +57,6 @@ def by_completions(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None
     assert list(answer)
 
 
-def last_call(proxy: Proxy) -> Call:
-    proxy.settled()
-    return proxy.store.calls.page(1)[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
@@ -69,7 +64,7 @@ def last_call(proxy: Proxy) -> Call:
 @pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages, by_completions])
 def test_every_dialect_records_the_same_tokens(proxy: Proxy, ask: Ask, text: str, streamed: bool, tools: bool) -> None:
     ask(proxy, text, streamed, tools)
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (f"by_{call.dialect}", call.streamed) == (ask.__name__, streamed)
     assert (call.state, call.untrainable, call.linked_by) == (CallState.ANSWERED, None, "root")
     sampled = (*WORDS[text].encode(), END)
@@ -97,9 +92,9 @@ def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
         for _, _ in zip(answer.iter_lines(), range(20), strict=False):
             pass
     eventually(lambda: vllm.aborted == 1)
-    eventually(lambda: last_call(proxy).state == CallState.ABORTED)
-    assert set(unpack_ids(last_call(proxy).choices[0].token_ids)) == {120}
-    assert (last_call(proxy).trajectory_id == "run-7") == path.startswith("/t/")
+    eventually(lambda: proxy.last_call().state == CallState.ABORTED)
+    assert set(unpack_ids(proxy.last_call().choices[0].token_ids)) == {120}
+    assert (proxy.last_call().trajectory_id == "run-7") == path.startswith("/t/")
 
 
 def test_a_missing_key_is_an_error_in_the_format_of_the_dialect(start: Start) -> None:

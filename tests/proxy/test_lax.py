@@ -53,8 +53,7 @@ def post(proxy: Proxy, path: str, **fields: Any) -> Any:
 
 
 def last_reason(proxy: Proxy) -> str | None:
-    proxy.settled()
-    return proxy.store.calls.page(1)[0].untrainable
+    return proxy.last_call().untrainable
 
 
 @pytest.mark.parametrize("true", TRUE)

@@ -302,8 +302,7 @@ def test_a_run_of_many_turns_is_one_trajectory_and_stores_each_token_once(proxy:
 
 def test_a_context_that_drifted_is_a_fork_and_keeps_its_own_prompt(proxy: Proxy) -> None:
     messages = run(proxy.agent(), "#tool=search #drift", 2)
-    proxy.settled()
-    call = proxy.store.calls.page(1)[0]
+    call = proxy.last_call()
     assert (call.context, call.linked_by) == ("fork", "graph+tool_ids")
     assert unpack_ids(call.prompt_ids) == tuple(render(messages[:-2]))
     exact = run(proxy.agent(), "#tool=search", 2)
@@ -394,7 +393,6 @@ def test_runs_are_continued_after_a_restart_of_the_proxy(start: Start, tmp_path:
     first.settled()
     second = start(journal=tmp_path / "journal-2")
     second.agent().chat.completions.create(model="agent", messages=messages)
-    second.settled()
-    call = second.store.calls.page(1)[0]
+    call = second.last_call()
     assert (call.linked_by, call.context) == ("graph", "exact")
     assert len({c.trajectory_id for c in second.store.calls.page(9)}) == 1

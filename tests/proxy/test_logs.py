@@ -21,7 +21,7 @@ from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.telemetry.call_telemetry import CallTiming, log_call, logfmt
 from ratchet.proxy.telemetry.logs import JsonFormatter
 from ratchet.proxy.telemetry.outage_warnings import OutageWarnings
-from tests.harness.proxy.running_proxy import Proxy, Start
+from tests.harness.proxy.running_proxy import Proxy, Start, chat_body
 from tests.harness.proxy.servers import ROOT, ProxyProcess, eventually
 from tests.harness.records import call_start, ended
 
@@ -154,11 +154,6 @@ def lines() -> Iterator[Lines]:
 def read(line: str) -> dict[str, str]:
     """Parse a logfmt line."""
     return dict(word.partition("=")[::2] for word in shlex.split(line))
-
-
-def chat_body(words: str, **fields: Any) -> dict[str, Any]:
-    """A chat request."""
-    return {"model": "agent", "messages": [{"role": "user", "content": words}], **fields}
 
 
 def test_every_call_logs_one_line_with_its_result(proxy: Proxy, lines: Lines) -> None:

@@ -146,8 +146,7 @@ def test_headers_of_the_vendors_are_accepted(proxy: Proxy) -> None:
 def test_a_compressed_body_is_read_and_recorded(proxy: Proxy, encoding: str, pack: Any) -> None:
     answer = post(proxy, pack(json.dumps(BODY).encode()), encoding)
     assert answer.json()["choices"][0]["message"]["content"] == "hello"
-    proxy.settled()
-    assert proxy.store.calls.page(1)[0].untrainable is None
+    assert proxy.last_call().untrainable is None
 
 
 @pytest.mark.slow

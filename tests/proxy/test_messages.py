@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from ratchet.store.records import Call, unpack_ids
+from ratchet.store.records import unpack_ids
 from ratchet.store.states import CallState
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.scripted_vllm import END, ScriptedVllm, render
@@ -30,11 +30,6 @@ def ask(text: str, **more: Any) -> Any:
     return {"model": "agent", "max_tokens": 300, "messages": [{"role": "user", "content": text}], **more}
 
 
-def last_call(proxy: Proxy) -> Call:
-    proxy.settled()
-    return proxy.store.calls.page(1)[0]
-
-
 def test_an_answer_has_anthropics_format_and_is_recorded_with_its_ids(
     proxy: Proxy, client: anthropic.Anthropic
 ) -> None:
@@ -43,7 +38,7 @@ def test_an_answer_has_anthropics_format_and_is_recorded_with_its_ids(
     assert [block.type for block in answer.content] == ["thinking", "text"]
     assert answer.content[1].text == "hello there"
     assert (answer.stop_reason, answer.model, answer.type) == ("end_turn", "agent@0", "message")
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (call.dialect, call.state, call.untrainable) == ("messages", CallState.ANSWERED, None)
     assert unpack_ids(call.choices[0].token_ids) == (*b"<think>let me see</think>hello there", END)
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (call.prompt_tokens, call.completion_tokens)
@@ -61,7 +56,7 @@ def test_a_stream_arrives_in_blocks_with_the_same_content(proxy: Proxy, client: 
     assert kinds[-1] == "message_stop"
     assert [block.type for block in final.content] == ["thinking", "text"]
     assert final.content[1].text == "hello there"  # type: ignore[union-attr]
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert final.usage.output_tokens == call.completion_tokens
     assert unpack_ids(call.choices[0].token_ids) == (*b"<think>hm</think>hello there", END)
 
@@ -80,14 +75,14 @@ def test_parallel_tool_calls_are_one_turn_and_their_results_continue_it(
     assert [(b.name, b.input) for b in answer.content] == [("search", {"q": "budget", "n": 2})] * 1 + [
         ("read", {"q": "budget", "n": 2})
     ]
-    first = last_call(proxy)
+    first = proxy.last_call()
     assert vllm.calls[-1]["tool_choice"] == "required"
     results = [{"type": "tool_result", "tool_use_id": block.id, "content": "found"} for block in answer.content]
     results[1] |= {"is_error": True}
     history = [*question["messages"], {"role": "assistant", "content": answer.content}]
     history.append({"role": "user", "content": [*results, {"type": "text", "text": "#say=done"}]})
     client.messages.create(**(question | {"messages": history}))
-    second = last_call(proxy)
+    second = proxy.last_call()
     assert (second.parent_call, second.trajectory_id) == (first.id, first.trajectory_id)
     assert second.linked_by == "graph+tool_ids"
     sent = vllm.calls[-1]["messages"]
@@ -104,7 +99,7 @@ def test_arguments_that_are_not_json_are_echoed_unchanged(
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(**(ask("") | {"messages": history}))
     assert vllm.calls[-1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == "{broken"
-    assert last_call(proxy).linked_by == "graph+tool_ids"
+    assert proxy.last_call().linked_by == "graph+tool_ids"
 
 
 def test_images_are_passed_on_recorded_and_marked(
@@ -114,7 +109,7 @@ def test_images_are_passed_on_recorded_and_marked(
     content = [{"type": "image", "source": source}, {"type": "text", "text": "see"}]
     client.messages.create(**(ask("") | {"messages": [{"role": "user", "content": content}]}))
     assert vllm.calls[-1]["messages"][0]["content"][0]["image_url"]["url"] == "data:image/png;base64,AAAA"
-    assert last_call(proxy).untrainable == "image"
+    assert proxy.last_call().untrainable == "image"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +137,7 @@ def test_a_failure_in_mid_stream_is_reported_and_recorded(proxy: Proxy, client: 
         for text in stream.text_stream:
             seen += text
     assert seen == "abc"
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (call.state, unpack_ids(call.choices[0].token_ids)) == (CallState.FAILED, tuple(b"abc"))
 
 
@@ -246,7 +241,7 @@ def test_consecutive_assistant_messages_are_one_turn(
     messages = [*question["messages"], *one_by_one, {"role": "user", "content": [result]}]
     client.messages.create(**question | {"messages": messages})
     assert [message["role"] for message in vllm.calls[-1]["messages"]] == ["user", "assistant", "tool"]
-    assert last_call(proxy).linked_by.startswith("graph")
+    assert proxy.last_call().linked_by.startswith("graph")
     texts: Any = [{"role": "assistant", "content": text} for text in ("a", "b")]
     client.messages.create(**question | {"messages": [*question["messages"], *texts, *question["messages"]]})
     assert vllm.calls[-1]["messages"][1] == {"role": "assistant", "content": "ab"}
@@ -332,7 +327,7 @@ def test_tools_that_the_client_runs_for_anthropic_are_functions_here(
     given = {tool["function"]["name"]: tool["function"]["parameters"] for tool in vllm.calls[-1]["tools"]}
     assert list(given) == ["bash", "str_replace_based_edit_tool", "memory"]
     assert "rename" in given["memory"]["properties"]["command"]["enum"]
-    assert last_call(proxy).untrainable is None
+    assert proxy.last_call().untrainable is None
     with pytest.raises(anthropic.BadRequestError, match="computer_20250124 is not supported"):
         client.messages.create(**ask("x", tools=[{"type": "computer_20250124", "name": "computer"}]))
 
@@ -371,5 +366,5 @@ def test_later_system_messages_are_reminders_in_a_user_turn(proxy: Proxy, vllm: 
     given = vllm.calls[-1]["messages"]
     assert [m["role"] for m in given] == ["system", "user", "assistant", "user"]
     assert given[1]["content"] == f"#say=hello\n\n{reminder}"
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (call.linked_by, call.context) == ("graph", "exact")

@@ -16,16 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from ratchet.proxy.telemetry.call_telemetry import CallCounters, CallTiming
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.trainer.observability.metrics import TrainerMetrics
-from tests.harness.proxy.running_proxy import Proxy, Start
+from tests.harness.proxy.running_proxy import Proxy, Start, chat_body
 from tests.harness.proxy.servers import ROOT, eventually
 from tests.harness.records import call_start, ended
 
 CALL = "/v1/chat/completions"
-
-
-def chat_body(words: str, **fields: Any) -> dict[str, Any]:
-    """A chat request."""
-    return {"model": "agent", "messages": [{"role": "user", "content": words}], **fields}
 
 
 def families(proxy: Proxy) -> list[Metric]:

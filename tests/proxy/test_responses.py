@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from ratchet.store.records import Call, unpack_ids
+from ratchet.store.records import unpack_ids
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy, running
@@ -16,11 +16,6 @@ from tests.harness.proxy.scripted_vllm import END, ScriptedVllm
 from tests.harness.proxy.servers import eventually
 
 TOOLS: Any = [{"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": False}]
-
-
-def last_call(proxy: Proxy) -> Call:
-    proxy.settled()
-    return proxy.store.calls.page(1)[0]
 
 
 def answer_of(agent: openai.OpenAI, streamed: bool, **request: Any) -> Any:
@@ -42,7 +37,7 @@ def test_an_answer_is_rendered_as_items_and_recorded_with_its_ids(
     assert [item.type for item in answer.output] == ["reasoning", "message"]
     assert answer.output[0].content[0].text == "let me see"
     assert (answer.output_text, answer.status, answer.model) == ("hello there", "completed", "agent@0")
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (call.dialect, call.state, call.untrainable) == ("responses", CallState.ANSWERED, None)
     assert unpack_ids(call.choices[0].token_ids) == (*b"<think>let me see</think>hello there", END)
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (call.prompt_tokens, call.completion_tokens)
@@ -74,12 +69,12 @@ def test_parallel_calls_are_one_turn_and_their_outputs_continue_it(
         ("search", '{"q": "budget", "n": 2}'),
         ("read", '{"q": "budget", "n": 2}'),
     ]
-    first = last_call(proxy)
+    first = proxy.last_call()
     history: Any = [{"role": "user", "content": "#think=hm #tool=search+read"}]
     history += [item.to_dict() for item in answer.output]
     history += [{"type": "function_call_output", "call_id": c.call_id, "output": "found"} for c in calls]
     agent.responses.create(model="agent", input=[*history, {"role": "user", "content": "#say=done"}], tools=TOOLS)
-    second = last_call(proxy)
+    second = proxy.last_call()
     assert (second.parent_call, second.linked_by) == (first.id, "graph+tool_ids")
     sent = vllm.calls[-1]["messages"]
     assert [m["role"] for m in sent] == ["user", "assistant", "tool", "tool", "user"]
@@ -127,7 +122,7 @@ def test_equal_conversations_are_distinguished_by_the_previous_response(proxy: P
         proxy.settled()
         first_call = proxy.store.calls.read("call_" + first.id.removeprefix("resp_"))
         assert answer.headers["x-ratchet-trajectory"] == first_call.trajectory_id
-        call = last_call(proxy)
+        call = proxy.last_call()
         assert (call.parent_call, call.context) == (first_call.id, "exact")
 
 
@@ -142,7 +137,7 @@ def test_a_previous_response_outlives_a_restart(
         proxy.agent().responses.create(**request, input="#say=two", instructions="new")
         assert [m["content"] for m in vllm.calls[-1]["messages"]] == ["new", "#say=one", "one", "#say=two"]
         proxy.settled()
-        assert last_call(proxy).parent_call == "call_" + first.id.removeprefix("resp_")
+        assert proxy.last_call().parent_call == "call_" + first.id.removeprefix("resp_")
         with pytest.raises(openai.NotFoundError):
             proxy.agent(key="another").responses.create(**request, input="hi")
 
@@ -195,7 +190,7 @@ def test_images_are_passed_on_recorded_and_marked(proxy: Proxy, vllm: ScriptedVl
     item: Any = {"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}
     proxy.agent().responses.create(model="agent", input=[item])
     assert vllm.calls[-1]["messages"][0]["content"][1]["image_url"]["url"] == image["image_url"]
-    assert last_call(proxy).untrainable == "image"
+    assert proxy.last_call().untrainable == "image"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -218,7 +213,7 @@ def test_a_failure_in_mid_stream_is_reported_and_recorded(proxy: Proxy, how: str
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "abc"
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.message
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert (call.state, unpack_ids(call.choices[0].token_ids)) == (CallState.FAILED, tuple(b"abc"))
 
 
@@ -250,7 +245,7 @@ def test_logprobs_are_sent_to_clients_that_include_them(proxy: Proxy, vllm: Scri
     assert vllm.calls[-1]["top_logprobs"] == 2
     without = answer_of(proxy.agent(), streamed, input="#say=abc").output[0].content[0].logprobs
     assert not without
-    assert last_call(proxy).untrainable is None
+    assert proxy.last_call().untrainable is None
 
 
 def test_logprobs_come_with_the_pieces_of_a_stream(proxy: Proxy) -> None:
@@ -329,7 +324,7 @@ def test_items_are_found_by_their_ids(proxy: Proxy, vllm: ScriptedVllm) -> None:
     sent = vllm.calls[-1]["messages"]
     assert [m["role"] for m in sent] == ["user", "assistant", "tool"]
     assert (sent[1]["reasoning"], sent[1]["tool_calls"][0]["function"]["name"]) == ("hm", "search")
-    call = last_call(proxy)
+    call = proxy.last_call()
     assert call.parent_call == "call_" + first.id.removeprefix("resp_")
     with pytest.raises(openai.NotFoundError, match="is not known: send the item itself"):
         proxy.agent(key="another").responses.create(model="agent", input=whole)

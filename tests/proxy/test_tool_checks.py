@@ -344,8 +344,7 @@ def flat(strict: Any = None) -> dict[str, Any]:
 def recorded(proxy: Proxy, body: dict[str, Any], path: str = "/v1/chat/completions") -> Call:
     answer = proxy.http.post(path, json={"model": "agent", **body})
     assert answer.status_code == 200, answer.text
-    proxy.settled()
-    return proxy.store.calls.page(1)[0]
+    return proxy.last_call()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.worker.call.tracing import make_spans
 from ratchet.store.store import Store
-from tests.harness.proxy.running_proxy import Start, running
+from tests.harness.proxy.running_proxy import Start, chat_body, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
 
@@ -84,11 +84,6 @@ def traced(vllm: ScriptedVllm) -> Iterator[tuple[Traced, str]]:
     app = Traced(vllm)
     with served(app) as url:
         yield app, url
-
-
-def chat_body(words: str, **fields: Any) -> dict[str, Any]:
-    """A chat request."""
-    return {"model": "agent", "messages": [{"role": "user", "content": words}], **fields}
 
 
 def attributes(span: Any) -> dict[str, Any]:

@@ -442,13 +442,6 @@ def test_attempts_at_one_task_share_a_replica(start: Start, three: list[tuple[Sc
     assert all(app.calls for app, _ in three)
 
 
-@pytest.fixture
-def other_replica() -> Iterator[tuple[ScriptedVllm, str]]:
-    app = ScriptedVllm()
-    with served(app) as url:
-        yield app, url
-
-
 def test_a_version_goes_only_to_the_replicas_that_are_proven_to_serve_it() -> None:
     replicas = pool()
     proven = [URLS[1], URLS[3]]
@@ -489,32 +482,32 @@ def say(proxy: Proxy, model: str, times: int = 12) -> None:
 
 @pytest.mark.slow
 def test_replicas_come_and_go_while_the_proxy_runs(
-    start: Start, vllm: ScriptedVllm, vllm_url: str, other_replica: tuple[ScriptedVllm, str], tmp_path: Path
+    start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str], tmp_path: Path
 ) -> None:
     file = tmp_path / "replicas.txt"
     file.write_text(f"{vllm_url}\n")
     proxy = start(upstreams=(f"file:{file}",))
     promote(proxy, 1)
     proxy.store.policies.record_replicas("agent", "agent@1", [vllm_url])
-    file.write_text(f"{vllm_url}\n{other_replica[1]}\n")
+    file.write_text(f"{vllm_url}\n{second[1]}\n")
 
     def upstreams() -> set[str]:
         return {one["url"] for one in proxy.http.get("/health/ready").json()["upstreams"] if one["up"]}
 
-    eventually(lambda: upstreams() == {vllm_url, other_replica[1]})
+    eventually(lambda: upstreams() == {vllm_url, second[1]})
     eventually(lambda: vllm_url in str(proxy.http.get("/metrics").text))
-    before = len(other_replica[0].calls)
+    before = len(second[0].calls)
     say(proxy, "agent")
-    assert len(other_replica[0].calls) == before  # the new one is not proven yet
-    proxy.store.policies.record_replicas("agent", "agent@1", [vllm_url, other_replica[1]])
+    assert len(second[0].calls) == before  # the new one is not proven yet
+    proxy.store.policies.record_replicas("agent", "agent@1", [vllm_url, second[1]])
 
     def reached() -> bool:
         say(proxy, "agent", 2)
-        return len(other_replica[0].calls) > before
+        return len(second[0].calls) > before
 
     eventually(reached)
-    file.write_text(f"{other_replica[1]}\n")
-    eventually(lambda: upstreams() == {other_replica[1]})
+    file.write_text(f"{second[1]}\n")
+    eventually(lambda: upstreams() == {second[1]})
     gone = len(vllm.calls)
     say(proxy, "agent")
     assert len(vllm.calls) == gone
@@ -525,7 +518,7 @@ def test_replicas_come_and_go_while_the_proxy_runs(
 
 @pytest.mark.slow
 def test_a_replica_that_leaves_is_drained_as_metrics_show(
-    start: Start, vllm: ScriptedVllm, vllm_url: str, other_replica: tuple[ScriptedVllm, str], tmp_path: Path
+    start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str], tmp_path: Path
 ) -> None:
     file = tmp_path / "replicas.txt"
     file.write_text(f"{vllm_url}\n")
@@ -541,7 +534,7 @@ def test_a_replica_that_leaves_is_drained_as_metrics_show(
     with httpx.stream("POST", f"{proxy.url}/v1/chat/completions", json=long, timeout=60) as answer:
         pieces = answer.iter_raw()
         next(pieces)
-        file.write_text(f"{other_replica[1]}\n")
+        file.write_text(f"{second[1]}\n")
         eventually(lambda: shown("ratchet_upstream_up") == "0.0")
         assert shown("ratchet_upstream_in_flight") == "1.0"
         say(proxy, "agent", 3)

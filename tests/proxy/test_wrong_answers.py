@@ -104,8 +104,7 @@ STREAMED = {
 
 
 def newest(proxy: Proxy) -> CallState:
-    proxy.settled()
-    return proxy.store.calls.page(1)[0].state
+    return proxy.last_call().state
 
 
 @pytest.mark.parametrize("case", WHOLE)
@@ -216,8 +215,7 @@ def messages(proxy: Proxy, streamed: bool) -> Any:
 
 def recorded(proxy: Proxy) -> Any:
     """Return the message of the last call in the store."""
-    proxy.settled()
-    return proxy.store.trajectories.read(proxy.store.calls.page(1)[0].trajectory_id).messages[-1]
+    return proxy.store.trajectories.read(proxy.last_call().trajectory_id).messages[-1]
 
 
 @pytest.mark.parametrize("streamed", [False, True])

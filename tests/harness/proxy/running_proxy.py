@@ -15,6 +15,7 @@ from ratchet.proxy.app import create_app
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.store.access.replicas import ReplicaList
+from ratchet.store.records import Call
 from ratchet.store.store import Store
 from tests.harness.proxy.servers import eventually, served
 
@@ -38,6 +39,11 @@ class Proxy:
     def settled(self) -> None:
         """Wait until all records are in the store."""
         eventually(lambda: self.http.get("/health/backlog").json()["unshipped_records"] == 0)
+
+    def last_call(self) -> Call:
+        """The newest call, once all records are in the store."""
+        self.settled()
+        return self.store.calls.page(1)[0]
 
     def close(self) -> None:
         """Close the connections."""
@@ -71,3 +77,8 @@ def running(
 
 
 Start = Callable[..., Proxy]
+
+
+def chat_body(words: str, **fields: Any) -> dict[str, Any]:
+    """A chat request."""
+    return {"model": "agent", "messages": [{"role": "user", "content": words}], **fields}
