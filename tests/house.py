@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import json
@@ -18,27 +17,13 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ROOT / "docs" / "commands.md"
 
 
 def files() -> list[str]:
-    """Return every file of the project: tracked, or new and not ignored; sorted, each package before its modules."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    found = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
-    return sorted(found, key=lambda name: name.replace("__init__.py", "\0"))  # a package before its files
-
-
-def first_sentence(file: Path) -> str:
-    """Return the first sentence of a module's docstring, without its full stop."""
-    text = ast.get_docstring(ast.parse(file.read_text())) or ""
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    return paragraph.split(". ")[0].rstrip(".:")
+    """Return every file of the project: tracked, or new and not ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return sorted(name for name in set(listed.stdout.splitlines()) if (ROOT / name).is_file())
 
 
 def settings_rows() -> Iterator[tuple[str, str, str]]:
@@ -166,12 +151,3 @@ def _format_option(option: click.Option) -> str:
     if isinstance(option.type, click.Choice):
         return f"{option.opts[0]} {'/'.join(option.type.choices)}"
     return f"{option.opts[0]} {option.metavar or option.type.name.upper().removesuffix(' RANGE')}"
-
-
-def write() -> None:
-    """Write the generated page."""
-    COMMANDS.write_text(commands_page())
-
-
-if __name__ == "__main__":
-    write()

@@ -56,7 +56,7 @@ def _modules() -> list[str]:
 
 def test_every_file_says_what_it_is_and_stays_short() -> None:
     texts = {name: (ROOT / name).read_text() for name in _modules()}
-    silent = [name for name, text in texts.items() if text.strip() and not house.first_sentence(ROOT / name)]
+    silent = [name for name, text in texts.items() if text.strip() and not ast.get_docstring(ast.parse(text))]
     assert not silent, "these open without a docstring"
     assert not [name for name, text in texts.items() if len(text.splitlines()) > 700], "these are over 700 lines"
 
