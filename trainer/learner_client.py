@@ -339,7 +339,7 @@ UNREACHABLE = "learner_unreachable"  # alarm
 
 _POLL_SECONDS = 0.2
 _MAX_DELAY = 30.0  # seconds before a restart
-_RESTART_WINDOW = 600.0  # seconds
+RESTART_WINDOW_SECONDS = 600.0
 _STOP_SECONDS = 20.0  # for the guard and the learner to end
 _REPORT_SECONDS = 60.0  # of silence until it is reported, and between two reports
 _FAST_LOOKS = 50  # polls at the full rate until the learner is found
@@ -359,13 +359,32 @@ class LearnerCommand:
     max_restarts: int = 5
 
 
+class RestartBackoff:
+    """Counts the exits of one service. Pure; `now` is monotonic seconds."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self.count = 0
+        self._max_restarts = max_restarts
+        self._times: deque[float] = deque()
+
+    def record_exit(self, now: float) -> float | None:
+        """Record an exit; return the delay in seconds before the restart, None to give the service up."""
+        self.count += 1
+        self._times.append(now)
+        while now - self._times[0] > RESTART_WINDOW_SECONDS:
+            self._times.popleft()
+        if len(self._times) > self._max_restarts:
+            return None
+        return float(min(_MAX_DELAY, 2 ** (len(self._times) - 1)))
+
+
 class LearnerChild:
     """A learner as a child process that is started again if it exits. Not thread-safe."""
 
     def __init__(self, command: LearnerCommand) -> None:
         self._command = command
         self._token = secrets.token_urlsafe(32)
-        self._exits: deque[float] = deque()
+        self._exits = RestartBackoff(command.max_restarts)
         self._restart_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -416,15 +435,12 @@ class LearnerChild:
         log.info("event=learner_starting pid=%d url=%s log=%s", self._process.pid, self._command.url, self._command.log)
 
     def _delay_after_exit(self, code: int, now: float) -> float:
-        self._exits.append(now)
-        while now - self._exits[0] > _RESTART_WINDOW:
-            self._exits.popleft()
-        if len(self._exits) > self._command.max_restarts:
+        delay = self._exits.record_exit(now)
+        if delay is None:
             raise LearnerServiceError(
-                f"the learner exited {len(self._exits)} times within {_RESTART_WINDOW / 60:.0f} minutes, the last time "
-                f"with code {code}: its log {self._command.log} says why"
+                f"the learner exited {self._command.max_restarts + 1} times within {RESTART_WINDOW_SECONDS / 60:.0f} "
+                f"minutes, the last time with code {code}: its log {self._command.log} says why"
             )
-        delay = min(_MAX_DELAY, 2.0 ** (len(self._exits) - 1))
         log.warning("event=learner_exited code=%d restart_in=%.0f log=%s", code, delay, self._command.log)
         return delay
 

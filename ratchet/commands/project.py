@@ -270,8 +270,8 @@ def demo(real: bool, model: str | None, dtype: str | None, settings: tuple[str, 
     for name in ("versions", "minutes"):
         if given[name] and not real:
             raise click.UsageError(f"--{name} needs --real; without it, --rounds sets the length")
-    changes = {("vllm", "dtype"): dtype, ("learner", "dtype"): dtype} if dtype else {}
-    changes |= dict(map(_key_and_value, settings))
+    formats: dict[tuple[str, ...], Any] = {("vllm", "dtype"): dtype, ("learner", "dtype"): dtype} if dtype else {}
+    changes = formats | dict(map(_key_and_value, settings))
     chosen = {name: value for name, value in given.items() if value is not None}
     default = REAL_DEFAULTS if real else DemoOptions()
     return run(dataclasses.replace(default, base_model=model, changes=changes, **chosen))

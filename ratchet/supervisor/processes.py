@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,9 +30,8 @@ from ratchet.store.errors import StoreError
 from ratchet.store.store import Store, open_store
 from ratchet.supervisor import pidfile, process_guard, signals
 from ratchet.supervisor.services import Service
+from ratchet.trainer.learner_client import RESTART_WINDOW_SECONDS, RestartBackoff
 
-RESTART_WINDOW_SECONDS = 600.0
-_MAX_DELAY = 30.0  # seconds
 _OPTIONAL_SERVICES = ("trainer", "learner")
 _POLL = 0.1  # seconds
 _TAIL_LINES = 12
@@ -210,25 +208,6 @@ class ServiceAlarms:
                         store.alarms.raise_(name, reason)
             except StoreError as error:
                 self._on_event(Event("note", text=f"the alarm {name} was not stored: {error}"))
-
-
-class RestartBackoff:
-    """Counts the exits of one service. Pure; `now` is monotonic seconds."""
-
-    def __init__(self, max_restarts: int) -> None:
-        self.count = 0
-        self._max_restarts = max_restarts
-        self._times: deque[float] = deque()
-
-    def record_exit(self, now: float) -> float | None:
-        """Record an exit; return the delay in seconds before the restart, None to give the service up."""
-        self.count += 1
-        self._times.append(now)
-        while now - self._times[0] > RESTART_WINDOW_SECONDS:
-            self._times.popleft()
-        if len(self._times) > self._max_restarts:
-            return None
-        return float(min(_MAX_DELAY, 2 ** (len(self._times) - 1)))
 
 
 @dataclass(slots=True)

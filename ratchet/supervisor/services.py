@@ -14,15 +14,13 @@ import json
 import os
 import secrets
 import socket
-import ssl
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 from pydantic import BaseModel
 
@@ -286,15 +284,9 @@ def environment_without_settings() -> dict[str, str]:
 
 def _answers(url: str) -> bool:
     """Return whether a GET of a child returns 200. Ignores HTTP proxies, and whose name a certificate has."""
-    unchecked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unchecked)
-    )
     try:
-        with opener.open(url, timeout=_PROBE_TIMEOUT) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError, ValueError):
+        return httpx.get(url, timeout=_PROBE_TIMEOUT, trust_env=False, verify=False).status_code == httpx.codes.OK
+    except httpx.HTTPError:
         return False
 
 

@@ -20,15 +20,9 @@ import pytest
 from ratchet.errors import CliError
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
-from ratchet.supervisor.processes import (
-    RESTART_WINDOW_SECONDS,
-    Event,
-    RestartBackoff,
-    RestartManager,
-    ServiceProcess,
-    start_in_order,
-)
+from ratchet.supervisor.processes import Event, RestartManager, ServiceProcess, start_in_order
 from ratchet.supervisor.services import Service
+from ratchet.trainer.learner_client import RESTART_WINDOW_SECONDS, RestartBackoff
 from tests.harness.cli.project import is_alive, wait_for
 
 SLEEPS = "import time; time.sleep(300)"
