@@ -1,7 +1,7 @@
 """vLLM's token-in-token-out endpoints (`--enable-scale-out`): render, generate, derender, detokenize.
 
-One function per endpoint. A missing endpoint is `EndpointNotOffered`, any other refusal `UpstreamError`; the
-client sees neither. Generate is a call like any other that may take minutes: only its body is built here.
+One function per endpoint. A missing endpoint is a `ScaleOutError` with the code NOT_OFFERED, any other refusal one
+without; the client sees neither. Generate is a call like any other that may take minutes: only its body is built here.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ _fields = msgspec.json.Decoder(dict[str, Raw])
 _encode = msgspec.json.Encoder().encode
 
 
-class EndpointNotOffered(UpstreamError):
-    """The replica was started without these endpoints."""
+NOT_OFFERED = "exact_not_offered"  # code of the error of a replica that was started without these endpoints
 
-    code = "exact_not_offered"
+
+class ScaleOutError(UpstreamError):
+    """The replica refused a request or returned an invalid response."""
+
+    code = "exact_refused"
 
 
 class Sender(Protocol):
@@ -105,7 +108,7 @@ class ScaleOut:
         try:
             return Rendered(_ids.decode(members["token_ids"]), members)
         except (KeyError, msgspec.DecodeError) as error:
-            raise UpstreamError(f"{RENDER} answered without token_ids: {error}") from error
+            raise ScaleOutError(f"{RENDER} answered without token_ids: {error}") from error
 
     async def text(self, url: str, model: str, ids: Sequence[int]) -> str:
         """Return the text of ids, including special tokens. Raises UpstreamError."""
@@ -129,13 +132,13 @@ class ScaleOut:
                 finally:
                     response.close()
         except TimeoutError as error:
-            raise UpstreamError(f"took more than {_TIMEOUT:.0f} s for {path}", url=url) from error
+            raise ScaleOutError(f"took more than {_TIMEOUT:.0f} s for {path}", url=url) from error
         if response.status == 200:
             return result
         if response.status == 404 and b'"error"' not in result:  # vLLM's own 404, for a model, has an error object
-            raise EndpointNotOffered(f"has no {path}", url=url)
+            raise ScaleOutError(f"has no {path}", url=url, code=NOT_OFFERED)
         reason = result[:300].decode("utf-8", "replace")
-        raise UpstreamError(f"answered {path} with {response.status}", url=url, detail=reason)
+        raise ScaleOutError(f"answered {path} with {response.status}", url=url, detail=reason)
 
 
 def generate_body(rendered: Rendered, ids: Sequence[int], fields: Fields, *, streamed: bool, in_text: bool) -> bytes:
@@ -194,7 +197,7 @@ def read_generated(body: bytes) -> Generated:
     """Return generate's response. Raises UpstreamError."""
     result = _read(generated_decoder, body, GENERATE)
     if bytes(result.error):
-        raise UpstreamError(f"{GENERATE} answered {bytes(result.error)[:300].decode('utf-8', 'replace')}")
+        raise ScaleOutError(f"{GENERATE} answered {bytes(result.error)[:300].decode('utf-8', 'replace')}")
     return result
 
 

@@ -16,7 +16,7 @@ from msgspec import Raw
 
 from ratchet.proxy.exact import derender_fixes
 from ratchet.proxy.exact.id_batches import IdBatch, IdBatches
-from ratchet.proxy.exact.scale_out import GeneratedChoice, ScaleOut, UpstreamError, piece_body
+from ratchet.proxy.exact.scale_out import GeneratedChoice, ScaleOut, ScaleOutError, piece_body
 from ratchet.proxy.exact.whole_response import DerenderRequest
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.wire.upstream_response import UpstreamResponse
@@ -138,7 +138,7 @@ class StreamedResponse:
         try:
             delta = choice.fixer.delta(derendered.chunk["choices"][0]["delta"], piece)
         except (KeyError, IndexError, TypeError) as error:
-            raise UpstreamError(f"derender's chunk has no {error}") from error
+            raise ScaleOutError(f"derender's chunk has no {error}") from error
         event = {
             "index": piece.index,
             "delta": delta,

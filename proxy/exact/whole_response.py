@@ -19,7 +19,7 @@ from ratchet.proxy.exact.scale_out import (
     GeneratedChoice,
     Rendered,
     ScaleOut,
-    UpstreamError,
+    ScaleOutError,
     read_generated,
     request_for_derender,
     whole_body,
@@ -79,9 +79,9 @@ class DerenderRequest:
         return generated
 
     def check_prompt(self, ids: Sequence[int] | None) -> None:
-        """Raise UpstreamError if the engine read other ids than were sent."""
+        """Raise ScaleOutError if the engine read other ids than were sent."""
         if ids != self.prompt:
-            raise UpstreamError("generate read other ids than were sent")
+            raise ScaleOutError("generate read other ids than were sent")
 
 
 class WholeResponse:
@@ -147,4 +147,4 @@ async def _derender(
     try:
         return {choice["index"]: choice["message"] for choice in answer["choices"]}
     except (KeyError, TypeError) as error:
-        raise UpstreamError(f"derender's response has no {error}") from error
+        raise ScaleOutError(f"derender's response has no {error}") from error

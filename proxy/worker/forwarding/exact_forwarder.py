@@ -28,10 +28,11 @@ from ratchet.proxy.exact import chat_templates
 from ratchet.proxy.exact.chat_templates import Templates
 from ratchet.proxy.exact.scale_out import (
     GENERATE,
-    EndpointNotOffered,
+    NOT_OFFERED,
     Fields,
     Rendered,
     ScaleOut,
+    ScaleOutError,
     generate_body,
 )
 from ratchet.proxy.exact.splice import Context, ContextFork, Spliced, splice
@@ -117,7 +118,7 @@ class ExactForwarder:
 
     def _on_fallback(self, call: ActiveCall, error: UpstreamError) -> None:
         self._metrics.exact_fallbacks.labels(error.code or "other").inc()
-        if isinstance(error, EndpointNotOffered):
+        if error.code == NOT_OFFERED:
             url = self._replica_of(call)
             if url not in self._not_offered_until or self._required:
                 log.warning("event=exact_context_not_offered upstream=%s reason=%r", url, str(error))
@@ -194,7 +195,7 @@ class ExactForwarder:
                 text = await response.read()
             finally:
                 response.close()
-            raise UpstreamError(f"{GENERATE} answered {response.status} {text[:300].decode('utf-8', 'replace')}")
+            raise ScaleOutError(f"{GENERATE} answered {response.status} {text[:300].decode('utf-8', 'replace')}")
         return response
 
     async def _derender(
