@@ -237,14 +237,18 @@ def test_calls_that_a_stop_interrupts_get_an_error_in_their_clients_format(
 ) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_timeout_seconds=0.1)
     wait_until_it_ships(process.url, store)
+    begun: list[str] = []
+
+    def send(path: str, body: dict[str, Any], streamed: bool) -> httpx.Response:
+        given = {"model": "agent", "stream": streamed, **body}
+        with httpx.stream("POST", process.url + path, json=given, timeout=60) as answer:
+            begun.append(path)
+            answer.read()
+        return answer
+
     with ThreadPoolExecutor(8) as pool:
-        calls = [
-            pool.submit(httpx.post, process.url + path, json={"model": "agent", "stream": streamed, **body}, timeout=60)
-            for path, body in INTERRUPTED.items()
-            for streamed in (False, True)
-        ]
-        eventually(lambda: running_calls(process.url) == 8)
-        time.sleep(0.5)  # the streams have begun
+        calls = [pool.submit(send, path, body, one) for path, body in INTERRUPTED.items() for one in (False, True)]
+        eventually(lambda: running_calls(process.url) == 8 and len(begun) == 4)
         assert process.stop() == 0
         answers = [call.result() for call in calls]
     for whole, stream in zip(answers[::2], answers[1::2], strict=True):
