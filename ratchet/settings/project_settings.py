@@ -419,10 +419,10 @@ def _store_url(data: Mapping[str, Any]) -> str:
 
 def _with_project(given: Mapping[str, Any], data: Mapping[str, Any], name: str, section: str) -> dict[str, Any]:
     """Return an agent's keys with what the project's settings say; `section` is what errors call them."""
-    models, state = data["model_list"], _state(data)
+    state = _state(data)
     made = {
         **given,
-        "judge": judge_with_address(given.get("judge") or NO_JUDGE, models, f"{section}.judge"),
+        **{key: with_addresses(given[key], data["model_list"], f"{section}.{key}") for key in _JUDGED & given.keys()},
         "learner_process": data["learner"],
         "vllm": (local_url(data["vllm"].host, data["vllm"].port),),
         "model": name,
@@ -431,10 +431,7 @@ def _with_project(given: Mapping[str, Any], data: Mapping[str, Any], name: str, 
         "checkpoints": state.checkpoints(name),
         "adapters": data["adapters"],
     }
-    for part in ("sentinel", "release"):
-        if isinstance(own := given.get(part), Mapping) and "second_judge" in own:
-            key = f"{section}.{part}.second_judge"
-            made[part] = {**own, "second_judge": judge_with_address(own["second_judge"], models, key)}
+    made["judge"] = made.get("judge") or NO_JUDGE
     release = made.get("release")
     if isinstance(release, Mapping) and isinstance(tasks := release.get("tasks"), str):
         from ratchet.tuner.tasks import ImportedTasks
@@ -446,37 +443,28 @@ def _with_project(given: Mapping[str, Any], data: Mapping[str, Any], name: str, 
 # Models of `model_list` as judges, teachers and reflection models: address, variable of the key, and prices.
 
 _PRICES = ("input_cost_per_token", "output_cost_per_token")
+_JUDGED = frozenset({"judge", "release", "sentinel"})  # keys of the trainer that hold judges
 _MODEL_KINDS = ("teacher", "ruler")
 
 
-def judge_with_address(judge: Any, models: Sequence[ModelEntry], key: str) -> Any:
-    """Return a judge's setting with the addresses of the models that it names without `base_url`, its parts' too.
+def with_addresses(value: Any, models: Sequence[ModelEntry], key: str) -> Any:
+    """Return a setting with the addresses of the models that its judges name without `base_url`.
 
     `key` is the setting's name. Raises SettingsError if a model is not named, not listed, or listed more than once.
     """
-    if not isinstance(judge, Mapping):
-        return judge
-    kind = judge.get("kind")
+    if isinstance(value, list | tuple):
+        return [with_addresses(one, models, f"{key}.{number}") for number, one in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get("kind")
     if kind in _MODEL_KINDS or (isinstance(kind, str) and plugin_traits(kind).asks_model):
-        if judge.get("model") is None and judge.get("base_url") is None:
+        if value.get("model") is None and value.get("base_url") is None:
             raise SettingsError(
                 f"{key}.model: field required: name a model of model_list (it has {_listed(models)}), or one that the "
                 f"server at {key}.base_url serves"
             )
-        return with_address(judge, models, key)
-    if kind == "composite" and isinstance(parts := judge.get("parts"), Sequence):
-        places = [f"{key}.parts.{number}" for number in range(len(parts))]
-        return {**judge, "parts": [_with_inner(part, models, at) for part, at in zip(parts, places, strict=True)]}
-    if kind == "by_family" and isinstance(judges := judge.get("judges"), Mapping):
-        inner = {name: judge_with_address(one, models, f"{key}.judges.{name}") for name, one in judges.items()}
-        return {**judge, "judges": inner, "other": judge_with_address(judge.get("other"), models, f"{key}.other")}
-    return judge
-
-
-def _with_inner(part: Any, models: Sequence[ModelEntry], key: str) -> Any:
-    if not isinstance(part, Mapping):
-        return part
-    return {**part, "judge": judge_with_address(part.get("judge"), models, f"{key}.judge")}
+        return with_address(value, models, key)
+    return {name: with_addresses(one, models, f"{key}.{name}") for name, one in value.items()}
 
 
 def with_address(setting: Any, models: Sequence[ModelEntry], key: str) -> Any:

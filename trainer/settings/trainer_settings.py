@@ -7,7 +7,7 @@ that depend on traffic (greedy responses, a judge that gives equal scores) raise
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -219,8 +219,7 @@ class TrainerSettings(Section):
 
     @model_validator(mode="after")
     def _is_trainable(self) -> Self:
-        reason = next((reason for check in _CHECKS if (reason := check(self)) is not None), None)
-        if reason is not None:
+        for reason in _untrainable(self):
             raise ValueError(reason)
         if self.keep_checkpoints <= self.keep_loaded_adapters:
             raise ValueError(
@@ -230,61 +229,53 @@ class TrainerSettings(Section):
         return self
 
 
-def _min_group_size(settings: TrainerSettings) -> str | None:
-    if settings.min_group_size <= settings.num_generations:
-        return None
-    return (
-        f"min_group_size {settings.min_group_size} is more than num_generations {settings.num_generations}: lower it, "
-        "or no smaller group is ever compared"
-    )
+def _untrainable(settings: TrainerSettings) -> Iterator[str]:
+    """Yield why nothing can be trained, with the remedy."""
+    yield from _group_problems(settings)
+    yield from _learner_problems(settings.learner)
+    yield from _loss_problems(settings)
+    if settings.learner.objective.distillation:
+        yield from _distillation_problems(settings)
 
 
-def _min_round(settings: TrainerSettings) -> str | None:
-    if settings.min_groups_per_round <= settings.groups_per_round:
-        return None
-    return (
-        f"min_groups_per_round {settings.min_groups_per_round} is more than groups_per_round "
-        f"{settings.groups_per_round}: lower it, or raise groups_per_round"
-    )
-
-
-def _min_baseline(settings: TrainerSettings) -> str | None:
-    if settings.ungrouped == "drop" or settings.min_baseline_samples <= MAX_SCORES_PER_FAMILY:
-        return None
-    return (
-        f"min_baseline_samples {settings.min_baseline_samples} is more than the {MAX_SCORES_PER_FAMILY} scores kept "
-        "per task family: no ungrouped trajectory would ever have a baseline; lower it, 16 is usual"
-    )
-
-
-def _relative_judge_of_ungrouped(settings: TrainerSettings) -> str | None:
-    if settings.ungrouped == "drop" or not gives_only_ranks(settings.judge):
-        return None
-    return (
-        f"ungrouped: {settings.ungrouped} compares scores of different times and tasks, but the judge only ranks the "
-        "members of one group; use a judge that scores each response by itself, or ungrouped: drop with "
-        "resample.samples to train on single-call prompts (docs/ungrouped.md)"
-    )
-
-
-def _too_few_resamples(settings: TrainerSettings) -> str | None:
-    if not 0 < settings.resample.samples < settings.min_group_size - 1:
-        return None
-    return (
-        f"resample.samples {settings.resample.samples} and the original are fewer than min_group_size "
-        f"{settings.min_group_size}: they would never be compared; set resample.samples to "
-        f"{settings.min_group_size - 1} or more"
-    )
-
-
-def _resampling_without_feedback(settings: TrainerSettings) -> str | None:
-    missing = _feedback_without_reader(settings.judge) if settings.resample.samples else None
-    if missing is None:
-        return None
-    return (
-        f"resample.samples samples responses that no user sees, and {missing}: they can never be scored; use a judge "
-        "that reads the response itself, or resample.samples: 0"
-    )
+def _group_problems(own: TrainerSettings) -> Iterator[str]:
+    if own.min_group_size > own.num_generations:
+        yield (
+            f"min_group_size {own.min_group_size} is more than num_generations {own.num_generations}: lower it, or no "
+            "smaller group is ever compared"
+        )
+    if own.min_groups_per_round > own.groups_per_round:
+        yield (
+            f"min_groups_per_round {own.min_groups_per_round} is more than groups_per_round {own.groups_per_round}: "
+            "lower it, or raise groups_per_round"
+        )
+    if own.ungrouped != "drop" and own.min_baseline_samples > MAX_SCORES_PER_FAMILY:
+        yield (
+            f"min_baseline_samples {own.min_baseline_samples} is more than the {MAX_SCORES_PER_FAMILY} scores kept per "
+            "task family: no ungrouped trajectory would ever have a baseline; lower it, 16 is usual"
+        )
+    if own.ungrouped != "drop" and gives_only_ranks(own.judge):
+        yield (
+            f"ungrouped: {own.ungrouped} compares scores of different times and tasks, but the judge only ranks the "
+            "members of one group; use a judge that scores each response by itself, or ungrouped: drop with "
+            "resample.samples to train on single-call prompts (docs/ungrouped.md)"
+        )
+    if 0 < own.resample.samples < own.min_group_size - 1:
+        yield (
+            f"resample.samples {own.resample.samples} and the original are fewer than min_group_size "
+            f"{own.min_group_size}: they would never be compared; set resample.samples to {own.min_group_size - 1} or "
+            "more"
+        )
+    if own.resample.samples and (missing := _feedback_without_reader(own.judge)):
+        yield (
+            f"resample.samples samples responses that no user sees, and {missing}: they can never be scored; use a "
+            "judge that reads the response itself, or resample.samples: 0"
+        )
+    if own.proof_tolerance < _MIN_TOLERANCE:
+        yield (
+            f"proof_tolerance {own.proof_tolerance:g} is smaller than the rounding of two engines: every version would "
+            "be rejected; 0.01 to 0.2 is usual"
+        )
 
 
 def _feedback_without_reader(judge: JudgeSpec) -> str | None:
@@ -302,76 +293,39 @@ def _feedback_without_reader(judge: JudgeSpec) -> str | None:
     return None
 
 
-def _proof_tolerance(settings: TrainerSettings) -> str | None:
-    if settings.proof_tolerance >= _MIN_TOLERANCE:
-        return None
-    return (
-        f"proof_tolerance {settings.proof_tolerance:g} is smaller than the rounding of two engines: every version "
-        "would be rejected; 0.01 to 0.2 is usual"
-    )
+def _learner_problems(own: LearnerSettings) -> Iterator[str]:
+    rate, width = own.learning_rate, max(own.clip)
+    if not isinstance(rate, str) and rate < _MIN_RATE:
+        yield f"learner.learning_rate {rate:g} is too small to change an fp32 weight; use auto, or 1e-6 to 1e-4"
+    if own.target_kl is not None and (rate != AUTO or own.loss_type == "sft"):
+        yield (
+            f"learner.target_kl has no effect with learning_rate {rate} and loss {own.loss_type}: it controls "
+            "learning_rate auto, and sft has a fixed rate; leave it out, or set learning_rate: auto"
+        )
+    if 0 < own.max_grad_norm < _MIN_NORM:
+        yield (
+            f"learner.max_grad_norm {own.max_grad_norm:g} scales every gradient below AdamW's epsilon; 1.0 is usual, 0 "
+            "sets no limit"
+        )
+    by_token = own.objective.shape == "clip" and own.objective.ratio == "token"
+    if own.steps_per_round > 1 and by_token and width < _MIN_CLIP:
+        yield (
+            f"learner.epsilon and epsilon_high of at most {width:g} clip every token after the first of "
+            f"{own.steps_per_round} steps; 0.2 and 0.28 are usual"
+        )
 
 
-def _learning_rate(settings: TrainerSettings) -> str | None:
-    rate = settings.learner.learning_rate
-    if isinstance(rate, str) or rate >= _MIN_RATE:
-        return None
-    return f"learner.learning_rate {rate:g} is too small to change an fp32 weight; use auto, or 1e-6 to 1e-4"
-
-
-def _target_kl(settings: TrainerSettings) -> str | None:
-    learner = settings.learner
-    if learner.target_kl is None or (learner.learning_rate == AUTO and learner.loss_type != "sft"):
-        return None
-    return (
-        f"learner.target_kl has no effect with learning_rate {learner.learning_rate} and loss {learner.loss_type}: it "
-        "controls learning_rate auto, and sft has a fixed rate; leave it out, or set learning_rate: auto"
-    )
-
-
-def _max_grad_norm(settings: TrainerSettings) -> str | None:
-    if not 0 < settings.learner.max_grad_norm < _MIN_NORM:
-        return None
-    return (
-        f"learner.max_grad_norm {settings.learner.max_grad_norm:g} scales every gradient below AdamW's epsilon; "
-        "1.0 is usual, 0 sets no limit"
-    )
-
-
-def _clip_range(settings: TrainerSettings) -> str | None:
-    learner = settings.learner
-    width = max(learner.clip)
-    by_token = learner.objective.shape == "clip" and learner.objective.ratio == "token"
-    if learner.steps_per_round == 1 or not by_token or width >= _MIN_CLIP:
-        return None
-    return (
-        f"learner.epsilon and epsilon_high of at most {width:g} clip every token after the first of "
-        f"{learner.steps_per_round} steps; 0.2 and 0.28 are usual"
-    )
-
-
-def _pairs_of_ungrouped(settings: TrainerSettings) -> str | None:
-    preference = settings.learner.objective.preference
-    if preference is None or not preference.of_groups or settings.ungrouped == "drop":
-        return None
-    return (
-        f"learner.loss_type {settings.learner.loss_type} compares responses of a group, and ungrouped: "
-        f"{settings.ungrouped} has only one response to a prompt: use loss_type apo_zero_unpaired, or ungrouped: drop "
-        "with resample.samples to train on single-call prompts"
-    )
-
-
-def _turn_weight_of_preferences(settings: TrainerSettings) -> str | None:
-    if not settings.turn_weight or not settings.learner.objective.preference:
-        return None
-    return (
-        f"turn_weight has no effect with loss {settings.learner.loss_type}, which compares whole answers: set it to 0"
-    )
-
-
-def _setting_without_effect(settings: TrainerSettings) -> str | None:
-    """Return a setting that was changed although the loss ignores it."""
-    learner, objective = settings.learner, settings.learner.objective
-    used_by_loss = {
+def _loss_problems(own: TrainerSettings) -> Iterator[str]:
+    learner, objective, loss = own.learner, own.learner.objective, own.learner.loss_type
+    if objective.preference and objective.preference.of_groups and own.ungrouped != "drop":
+        yield (
+            f"learner.loss_type {loss} compares responses of a group, and ungrouped: {own.ungrouped} has only one "
+            "response to a prompt: use loss_type apo_zero_unpaired, or ungrouped: drop with resample.samples to train "
+            "on single-call prompts"
+        )
+    if own.turn_weight and objective.preference:
+        yield f"turn_weight has no effect with loss {loss}, which compares whole answers: set it to 0"
+    used = {
         "epsilon": objective.ratio != "none" and objective.shape == "clip",
         "epsilon_high": objective.ratio != "none",
         "top_entropy_quantile": objective.ratio != "none",
@@ -379,67 +333,38 @@ def _setting_without_effect(settings: TrainerSettings) -> str | None:
         "preference_beta": objective.preference is not None,
     }
     defaults = LearnerSettings()
-    unused = [
-        name for name, used in used_by_loss.items() if not used and getattr(learner, name) != getattr(defaults, name)
-    ]
-    if not unused:
-        return None
-    return f"learner.{unused[0]} has no effect with loss {learner.loss_type}: leave it out, or use a loss that has it"
-
-
-def _teacher(settings: TrainerSettings) -> str | None:
-    distilled, taught = settings.learner.objective.distillation, isinstance(settings.judge, TeacherSpec)
-    if distilled and not taught:
-        return (
-            f"learner.loss_type {settings.learner.loss_type} learns from a teacher's logprobs, and the judge is none: "
-            "set trainer.judge to {kind: teacher, model: NAME}, a name of model_list, or choose another loss_type"
+    for name in used:
+        if not used[name] and getattr(learner, name) != getattr(defaults, name):
+            yield f"learner.{name} has no effect with loss {loss}: leave it out, or use a loss that has it"
+    is_taught = isinstance(own.judge, TeacherSpec)
+    if objective.distillation and not is_taught:
+        yield (
+            f"learner.loss_type {loss} learns from a teacher's logprobs, and the judge is none: set trainer.judge to "
+            "{kind: teacher, model: NAME}, a name of model_list, or choose another loss_type"
         )
-    if taught and not distilled:
-        return (
-            f"the judge is a teacher, which says nothing that loss_type {settings.learner.loss_type} learns from: set "
-            "learner.loss_type to distillation, or choose another judge"
+    if is_taught and not objective.distillation:
+        yield (
+            f"the judge is a teacher, which says nothing that loss_type {loss} learns from: set learner.loss_type to "
+            "distillation, or choose another judge"
         )
-    return None
 
 
-def _without_effect_on_distillation(settings: TrainerSettings) -> str | None:
-    if not settings.learner.objective.distillation:
-        return None
-    release = settings.release
-    if release.held_out_share and release.workflow is None:
-        return (
+def _distillation_problems(own: TrainerSettings) -> Iterator[str]:
+    if own.release.held_out_share and own.release.workflow is None:
+        yield (
             "release.held_out_share compares answers that have no token ids, which a teacher cannot score: set "
             "release.workflow and release.tasks, or leave it out"
         )
     compared = {
-        "ungrouped": settings.ungrouped != "drop",
-        "resample.samples": settings.resample.samples > 0,
-        "turn_weight": settings.turn_weight > 0,
-        "advantage_estimator": settings.advantage_estimator != DEFAULT_ESTIMATOR,
-        "scale_advantages_by_family": settings.scale_advantages_by_family,
+        "ungrouped": own.ungrouped != "drop",
+        "resample.samples": own.resample.samples > 0,
+        "turn_weight": own.turn_weight > 0,
+        "advantage_estimator": own.advantage_estimator != DEFAULT_ESTIMATOR,
+        "scale_advantages_by_family": own.scale_advantages_by_family,
     }
-    name = next((name for name, is_set in compared.items() if is_set), None)
-    return name and (
-        f"{name} has no effect with loss_type {settings.learner.loss_type}: each trajectory is trained by itself, and "
-        "no scores are compared; leave it out"
-    )
-
-
-_CHECKS: tuple[Callable[[TrainerSettings], str | None], ...] = (
-    _min_group_size,
-    _min_round,
-    _min_baseline,
-    _relative_judge_of_ungrouped,
-    _too_few_resamples,
-    _resampling_without_feedback,
-    _proof_tolerance,
-    _learning_rate,
-    _target_kl,
-    _max_grad_norm,
-    _clip_range,
-    _pairs_of_ungrouped,
-    _turn_weight_of_preferences,
-    _setting_without_effect,
-    _teacher,
-    _without_effect_on_distillation,
-)
+    for name in compared:
+        if compared[name]:
+            yield (
+                f"{name} has no effect with loss_type {own.learner.loss_type}: each trajectory is trained by itself, "
+                "and no scores are compared; leave it out"
+            )
