@@ -395,7 +395,7 @@ def _merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     """Return the shared keys of the trainer with an agent's in their place; inner sections are merged, too."""
     inner = {
         key: {**shared[key], **own[key]}
-        for key in _INNER & shared.keys() & own.keys()
+        for key in own.keys() & _INNER & shared.keys()
         if isinstance(shared[key], Mapping) and isinstance(own[key], Mapping)
     }
     return {**shared, **own, **inner}
@@ -422,7 +422,7 @@ def _with_project(given: Mapping[str, Any], data: Mapping[str, Any], name: str, 
     state = _state(data)
     made = {
         **given,
-        **{key: with_addresses(given[key], data["model_list"], f"{section}.{key}") for key in _JUDGED & given.keys()},
+        **{key: with_addresses(given[key], data["model_list"], f"{section}.{key}") for key in given if key in _JUDGED},
         "learner_process": data["learner"],
         "vllm": (local_url(data["vllm"].host, data["vllm"].port),),
         "model": name,
