@@ -63,7 +63,7 @@ def test_models_are_compared_with_functions_of_the_caller(circle: ModelProject) 
 
 @pytest.mark.slow
 async def test_one_model_at_any_server_is_evaluated_in_a_running_event_loop(circle: ModelProject) -> None:
-    given: Any = {"base_url": f"{circle.url}/v1", "limit": 6}
+    given: Any = {"base_url": f"{circle.models.url}/v1", "limit": 6}
     found = await ratchet.evaluate_async(ask, exact, "sums", models="right-95", **given)
     assert found.run is None
     assert [one.score for one in found.attempts] == [
