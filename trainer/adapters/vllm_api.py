@@ -287,16 +287,7 @@ class VllmServer:
 
         Not by `prompt_logprobs`, with which vLLM computes every place of a prompt and reads none from its prefix cache.
         """
-        body = {
-            "model": name,
-            "prompt": [list(ids) for ids in prompts],
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "logprobs": count,
-            "return_tokens_as_token_ids": True,
-            "add_special_tokens": False,
-        }
-        response = self._request("POST", "/v1/completions", body)
+        response = self._score(name, prompts, logprobs=count, return_tokens_as_token_ids=True)
         if response.is_error:
             raise AdapterRefused(f"{self.url} could not score with {name}: {response.text[:500]}")
         choices: list[Any] = sorted(response.json()["choices"], key=lambda choice: int(choice["index"]))
@@ -311,15 +302,7 @@ class VllmServer:
         Raises EngineUnreachable, also if the key or the name is refused; AdapterRefused if the sequences are, and
         PromptLogprobsMissing if the response has none.
         """
-        body = {
-            "model": name,
-            "prompt": [list(ids) for ids in sequences],
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-            "add_special_tokens": False,
-        }
-        response = self._request("POST", "/v1/completions", body)
+        response = self._score(name, sequences, prompt_logprobs=0)
         if response.is_error:
             refused = _refusal(self.url, f"could not score with {name}", response)
             raise refused if response.status_code in _BAD_REQUEST else EngineUnreachable(str(refused))
@@ -333,6 +316,10 @@ class VllmServer:
                 f"{self.url} returned no prompt_logprobs for the token ids that were sent to {name} ({error!r})"
             ) from error
         return found
+
+    def _score(self, name: str, prompts: Sequence[Sequence[int]], **logprobs: int) -> httpx.Response:
+        body = {"model": name, "prompt": [list(ids) for ids in prompts], "max_tokens": 1, "temperature": 1.0}
+        return self._request("POST", "/v1/completions", body | {"add_special_tokens": False} | logprobs)
 
     def tokenize(self, name: str, text: str) -> list[int]:
         """Return the ids of a text, without special tokens at its ends. Raises EngineUnreachable, AdapterRefused."""

@@ -85,18 +85,18 @@ class WarmStartRequests:
         judge = make_judge(self._settings.judge, os.environ)
         try:
             with ChatRowsProcess(self._settings.base_model) as chat:
-                return settings, gather(
+                collector = SFTDataCollector(
                     self._store,
                     self._settings.model,
                     judge,
                     chat,
                     settings,
-                    _general_data(settings),
                     tuning_id=request.id,
                     roles=Roles(self._settings.roles, self._settings.role_patterns),
                     held_out=self._settings.release.held_out_share,
                     relative=gives_only_ranks(self._settings.judge),
                 )
+                return settings, collector.gather(_general_data(settings))
         finally:
             judge.close()
 
@@ -233,64 +233,75 @@ class SFTRows:
             self.skipped["no trainable answer"] += 1
 
 
+@dataclass
 class SFTDataCollector:
-    """Collects the SFT examples of one alias from the store."""
+    """Collects the data of a warm start of one alias.
 
-    def __init__(
-        self,
-        store: Store,
-        alias: str,
-        judge: Judge,
-        chat: ChatRenderer,
-        settings: WarmStartSettings,
-        tuning_id: str = "",
-        roles: Roles = ALL_ROLES,
-        held_out: float = 0.0,
-        relative: bool = False,
-    ) -> None:
-        self._store = store
-        self._relative = relative  # the judge only ranks: `min_score` is meaningless, the best of each group are used
-        self._held_out = held_out
-        self._alias = alias
-        self._role_resolver = RoleResolver(store, alias, roles)
-        self._tuning_id = tuning_id
-        self._judge = judge
-        self._chat = chat
-        self._settings = settings
+    `held_out`: share of the tasks that are held out. `relative`: the judge only ranks, so that `min_score` is
+    meaningless and the best of each group are used.
+    """
+
+    store: Store
+    alias: str
+    judge: Judge
+    chat: ChatRenderer
+    settings: WarmStartSettings
+    tuning_id: str = ""
+    roles: Roles = ALL_ROLES
+    held_out: float = 0.0
+    relative: bool = False
+
+    def __post_init__(self) -> None:
+        self._role_resolver = RoleResolver(self.store, self.alias, self.roles)
+
+    def gather(self, general: Iterable[tuple[str, Mapping[str, Any]]] = ()) -> SFTData:
+        """Return the examples and general data. Raises LearningError, with the counts of what was skipped, if
+        they are too few.
+        """
+        examples, settings = self.collect(), self.settings
+        if len(examples.scores) < settings.min_trajectories:
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in examples.skipped.most_common())
+            raise LearningError(
+                f"{len(examples.scores)} trajectories to train on from {', '.join(settings.sources)}, "
+                f"{settings.min_trajectories} are needed ({reasons or 'none were found'}): lower min_score or `least`, "
+                "or let the agent work first"
+            )
+        other = general_rows(general, self.chat, settings) if settings.general is not None else GeneralDataRows()
+        rows = mix_rows(examples.rows, other.trained, settings.general_ratio, settings.seed)
+        return SFTData(examples, other, tuple(rows))
 
     def collect(self) -> SFTRows:
         """Return the examples of all sources in the settings. Raises SettingError for an ambiguous source name."""
         for name in RESERVED_SOURCES:
-            if name in self._settings.sources and name != self._alias and self._has_model(name):
+            if name not in self.settings.sources or name == self.alias:
+                continue
+            if self.store.trajectories.page(1, chosen=TrajectoryFilter(alias=name)):
                 raise SettingError(
                     f"warm_start.sources: {name!r} is a reserved source name, and the store has trajectories of a "
                     "model with that name: serve the model under another name, or remove the source"
                 )
         found = SFTRows()
-        if POLICY in self._settings.sources:
+        if POLICY in self.settings.sources:
             self._add_policy(found)
-        if DEMONSTRATIONS in self._settings.sources:
+        if DEMONSTRATIONS in self.settings.sources:
             self._add_demonstrations(found)
-        for teacher in self._settings.teachers:
+        for teacher in self.settings.teachers:
             self._add_teacher(found, teacher)
         return found
 
-    def _has_model(self, name: str) -> bool:
-        return bool(self._store.trajectories.page(1, chosen=TrajectoryFilter(alias=name)))
-
     def _add_policy(self, found: SFTRows) -> None:
-        live = self._store.groups.past_scores(self._alias, self._judge.version, limit=self._settings.max_per_source)
+        live = self.store.groups.past_scores(self.alias, self.judge.version, limit=self.settings.max_per_source)
         judged_at = {one.trajectory_id: one.judged_at for one in live}
-        collected = [one for one in self._store.rollouts.of_tuning(self._tuning_id, COLLECTED) if one.score is not None]
+        collected = [one for one in self.store.rollouts.of_tuning(self.tuning_id, COLLECTED) if one.score is not None]
         judged_at |= {one.id: math.inf for one in collected}
         scored = [(cohort_of(one.task_id, "", ""), one.id, one.score or 0.0) for one in collected]
         scored += [(one.cohort, one.trajectory_id, one.score) for one in live]
         for name, score in self._select(found, reversed(scored)):
-            transcript = self._store.trajectories.read(name)
+            transcript = self.store.trajectories.read(name)
             if transcript.trajectory.purpose != "live" and judged_at[name] != math.inf:
                 found.skipped["evaluated"] += 1
                 continue
-            calls = self._role_resolver.with_roles(self._store.trajectories.context_calls(transcript))
+            calls = self._role_resolver.with_roles(self.store.trajectories.context_calls(transcript))
             seen = [call for call in calls if call.ended_at is not None and call.ended_at <= judged_at[name]]
             try:
                 rows = build_rows(name, seen, 1.0, self._role_resolver.roles, imitated=True).rows
@@ -303,14 +314,14 @@ class SFTDataCollector:
 
     def _add_demonstrations(self, found: SFTRows) -> None:
         for name in self._demonstration_ids():
-            transcript = self._store.trajectories.read(name)
-            if transcript.trajectory.alias != self._alias or transcript.trajectory.purpose != "live":
+            transcript = self.store.trajectories.read(name)
+            if transcript.trajectory.alias != self.alias or transcript.trajectory.purpose != "live":
                 found.skipped["demonstration elsewhere"] += 1
                 continue
-            if is_set_aside(transcript.trajectory, self._held_out):
+            if is_set_aside(transcript.trajectory, self.held_out):
                 found.skipped[_HELD_OUT] += 1
                 continue
-            demonstrations = preference_rows.demonstrations([transcript], self._store.trajectories.messages_to)
+            demonstrations = preference_rows.demonstrations([transcript], self.store.trajectories.messages_to)
             found.skipped.update(demonstrations.skipped)
             for row in demonstrations.rows:
                 prompt, answer = row["prompt"], row["completion"]
@@ -325,27 +336,27 @@ class SFTDataCollector:
         judged: list[tuple[str, str, float]] = []
         read: dict[str, Transcript] = {}
         for cohort, members in cohorts.items():
-            for member, verdict in zip(members, self._judge.judge(None, members).verdicts, strict=True):
+            for member, verdict in zip(members, self.judge.judge(None, members).verdicts, strict=True):
                 if verdict.score is None:
                     found.skipped["judge failed"] += 1
                 else:
                     judged.append((cohort, member.trajectory.id, verdict.score))
                     read[member.trajectory.id] = member
         for name, score in self._select(found, judged):
-            self._render(found, teacher, name, score, find_conversations(read[name], self._store, self._role_resolver))
+            self._render(found, teacher, name, score, find_conversations(read[name], self.store, self._role_resolver))
 
     def _teacher_transcripts(self, teacher: str, found: SFTRows) -> Iterator[Transcript]:
         before = None
-        left = self._settings.max_per_source
+        left = self.settings.max_per_source
         while left > 0:
-            page = self._store.trajectories.page(min(_PAGE, left), before, chosen=TrajectoryFilter(alias=teacher))
+            page = self.store.trajectories.page(min(_PAGE, left), before, chosen=TrajectoryFilter(alias=teacher))
             if not page:
                 return
             for run in page:
-                if is_set_aside(run, self._held_out):
+                if is_set_aside(run, self.held_out):
                     found.skipped[_HELD_OUT] += 1
                 elif run.purpose == OTHER and not self._is_measured(run.id):
-                    yield self._store.trajectories.read(run.id)
+                    yield self.store.trajectories.read(run.id)
                 else:
                     found.skipped["evaluated"] += 1
             left -= len(page)
@@ -354,7 +365,7 @@ class SFTDataCollector:
     def _is_measured(self, trajectory_id: str) -> bool:
         """Return whether a tuner measured with it, or abandoned it: held-out tasks must not be trained."""
         try:
-            rollout = self._store.rollouts.get(trajectory_id)
+            rollout = self.store.rollouts.get(trajectory_id)
         except RecordNotFound:
             return False
         abandoned = rollout.state is RolloutState.ABANDONED
@@ -364,24 +375,24 @@ class SFTDataCollector:
         """Return the ids of trajectories with a demonstration in their feedback, newest first."""
         names: dict[str, None] = {}
         before = None
-        while len(names) < self._settings.max_per_source and (page := self._store.feedback.page(_PAGE, before)):
+        while len(names) < self.settings.max_per_source and (page := self.store.feedback.page(_PAGE, before)):
             names |= {one.trajectory_id: None for one in page if one.demonstration and one.trajectory_id}
             before = page[-1].id
         return list(names)
 
     def _select(self, found: SFTRows, scored: Iterable[tuple[str, str, float]]) -> list[tuple[str, float]]:
         """Return (trajectory, score) of the best ones of each task that reach min_score; newest tasks first."""
-        min_score, max_per_task = -math.inf if self._relative else self._settings.min_score, self._settings.max_per_task
+        min_score, max_per_task = -math.inf if self.relative else self.settings.min_score, self.settings.max_per_task
         by_task: dict[str, list[tuple[str, float]]] = defaultdict(list)
         for cohort, name, score in scored:
-            if is_held_out(cohort, self._held_out):
+            if is_held_out(cohort, self.held_out):
                 found.skipped[_HELD_OUT] += 1
             elif score >= min_score:
                 by_task[cohort].append((name, score))
             else:
                 found.skipped[f"score below {min_score:g}"] += 1
         for members in by_task.values():
-            if self._relative:
+            if self.relative:
                 mean = sum(score for _, score in members) / len(members)
                 above = [member for member in members if member[1] > mean]
                 if len(above) < len(members):
@@ -398,7 +409,7 @@ class SFTDataCollector:
         rows: list[TokenRow] = []
         for one in conversations:
             try:
-                rows += self._chat.rows(one)
+                rows += self.chat.rows(one)
             except RowError as refused:
                 found.skipped[str(refused)] += 1
                 return
@@ -465,37 +476,6 @@ class SFTData:
     examples: SFTRows
     general: GeneralDataRows
     rows: tuple[TokenRow, ...]  # examples and general data, in no order
-
-
-def gather(
-    store: Store,
-    alias: str,
-    judge: Judge,
-    chat: ChatRenderer,
-    settings: WarmStartSettings,
-    general: Iterable[tuple[str, Mapping[str, Any]]] = (),
-    tuning_id: str = "",
-    roles: Roles = ALL_ROLES,
-    held_out: float = 0.0,
-    relative: bool = False,
-) -> SFTData:
-    """Return the data of a warm start. Raises LearningError if it is too little, with the counts of what was
-    skipped.
-    """
-    examples = SFTDataCollector(store, alias, judge, chat, settings, tuning_id, roles, held_out, relative).collect()
-    if len(examples.scores) < settings.min_trajectories:
-        reasons = (
-            ", ".join(f"{reason}: {count}" for reason, count in examples.skipped.most_common()) or "none were found"
-        )
-        raise LearningError(
-            f"{len(examples.scores)} trajectories to train on from {', '.join(settings.sources)}, "
-            f"{settings.min_trajectories} are "
-            f"needed ({reasons}): lower min_score or `least`, or let the agent work first"
-        )
-    other = general_rows(general, chat, settings) if settings.general is not None else GeneralDataRows()
-    return SFTData(
-        examples, other, tuple(mix_rows(examples.rows, other.trained, settings.general_ratio, settings.seed))
-    )
 
 
 def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows: int) -> LearnerSettings:

@@ -1,9 +1,9 @@
-"""Adapters of experts as vLLM serves them: one pair of matrices for each layer of each expert.
+"""Adapters from files: those of experts as vLLM serves them, and an existing adapter as a new agent's first weights.
 
 PEFT adapts the stacked weights of all experts at once: lora_A is (E r, in), expert by expert, and lora_B (out, r E),
 with the experts innermost; the wrapper of the first stacked weight is the base layer of the second's. vLLM 0.32 reads
 that format for models that stack experts themselves (gpt-oss). For the families named here it takes gate and up rows of
-such a file to alternate, which they do not, so the file holds separate matrices; gate and up share lora_A. Pure.
+such a file to alternate, which they do not, so the file holds separate matrices; gate and up share lora_A.
 """
 
 from __future__ import annotations

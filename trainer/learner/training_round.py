@@ -1,6 +1,6 @@
-"""The difference between the trainer's and vLLM's logprob of every trained token of a round, by row.
+"""One round of one agent: optimizer steps on token rows, and the report.
 
-Micro-batches sort, split and pack rows over the processes; a row is found again by its token ids and recorded logprobs.
+Promises: only tokens that vLLM sampled carry loss; a round changes the weights or raises with the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,9 +30,10 @@ from ratchet.trainer.learner_api import ModelLimits, RoundReport, unfit, unfit_i
 from ratchet.trainer.rows.token_row import TokenRow, scored_row
 from ratchet.trainer.settings.objectives import Preference
 
-if TYPE_CHECKING:
-    from ratchet.trainer.learner.loss import RecordedGRPOTrainer
-
+# The difference between the trainer's and vLLM's logprob of every trained token of a round, by row.
+#
+# Micro-batches sort, split and pack rows over the processes; a row is found again by its token ids and recorded
+# logprobs.
 
 _Gaps = dict[bytes, bytes | None]  # by the row's key
 
@@ -212,10 +213,6 @@ def _over_processes(sums: Sequence[torch.Tensor]) -> list[float]:
     own = torch.stack(list(sums)).sum(0).tolist()
     return [sum(values) for values in zip(*process_group.gather(own), strict=True)]
 
-
-# One round of one agent: optimizer steps on token rows, and the report.
-#
-# Promises: only tokens that vLLM sampled carry loss; a round changes the weights or raises with the reason.
 
 Steps = tuple[list[list[Micro]], list[StepMetrics], list[float]]  # micro-batches, steps, losses of taken steps
 
@@ -403,11 +400,8 @@ def score(
     scored: list[tuple[float, ...]] = [(0.0,) * len(ids) for ids in sequences]
     longer = [index for index, ids in enumerate(sequences) if len(ids) > 1]
     # Scoring reads neither the recorded logprobs, nor the advantage, nor the temperature.
-    plain = [scored_row(sequences[index], _scored_mask(rows[index])) for index in longer]
+    masks = [row.mask if isinstance(row, TokenRow) else (0, *(1,) * (len(row) - 1)) for row in rows]
+    plain = [scored_row(sequences[index], masks[index]) for index in longer]
     for index, logprobs in zip(longer, trainer.score(plain, adapter=adapter), strict=True):
         scored[index] = (0.0, *logprobs)
     return scored
-
-
-def _scored_mask(row: TokenRow | Sequence[int]) -> tuple[int, ...]:
-    return row.mask if isinstance(row, TokenRow) else (0, *(1,) * (len(row) - 1))

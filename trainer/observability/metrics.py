@@ -1,9 +1,13 @@
-"""The finding of a check: a number, its alarm, and the remedy."""
+"""The trainer's Prometheus metrics, served by its own HTTP server. docs/metrics.md documents every name.
+
+Counts that the store keeps (drops, active alarms) are read on each scrape, so they survive restarts; they are missing
+while the store does not answer. All other values are counted by this process.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, start_http_server
@@ -17,34 +21,6 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.progress import PhaseProgress
 from ratchet.trainer.statistics import MeanDifference
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check measured about one subject.
-
-    check            name of the check and of its alarm
-    metric           the metric that shows the value
-    subject          the tool or task family, "" for the whole alias
-    value            the measurement
-    reason           why it is an alarm, in one sentence with the remedy; None if there is no problem
-    blocks_training  whether training waits until it is gone
-    blocks_release   whether no version is promoted without an approval
-    """
-
-    check: str
-    metric: str
-    subject: str
-    value: float
-    reason: str | None = None
-    blocks_training: bool = False
-    blocks_release: bool = False
-
-
-# The trainer's Prometheus metrics, served by its own HTTP server. docs/metrics.md documents every name.
-#
-# Counts that the store keeps (drops, active alarms) are read on each scrape, so they survive restarts; they are missing
-# while the store does not answer. All other values are counted by this process.
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # an additional sample per counter with its creation time
 
@@ -87,56 +63,82 @@ _ROUND_METRICS = {
         "Mean change of log p of tokens with a positive advantage",
     ),
 }
+# The other metrics that this process keeps: name -> help, and the labels beside the alias.
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ratchet_training_paused": ("1 while no step is taken", ()),
+    "ratchet_progress_items_done": ("Items done of a long phase", ("phase",)),
+    "ratchet_progress_items": ("Items of a long phase", ("phase",)),
+    "ratchet_progress_seconds_per_item": ("Mean seconds per item so far", ("phase",)),
+    "ratchet_progress_eta_seconds": ("Seconds left at this pace", ("phase",)),
+    "ratchet_progress_mean": ("Running mean, each metric over the rows that have it", ("phase", "metric")),
+    "ratchet_release_harm": ("Evidence that the versions before the newest one that serves do better", ()),
+    "ratchet_release_counted": ("Scored trajectories of the newest ramp", ()),
+    "ratchet_release_difference": ("Mean score of everything since the anchor, less the anchor's", ("bound",)),
+    "ratchet_evaluation_running": ("1 while a candidate is evaluated", ()),
+    **{name: (text, (label,) if label else ()) for name, (text, label) in _FINDING_METRICS.items()},
+    **{name: (text, ()) for name, (_, text) in _ROUND_METRICS.items()},
+}
+_COUNTERS = {
+    "ratchet_rounds": ("Rounds by their end", "state"),
+    "ratchet_untrained_tokens": ("Sampled tokens of trained trajectories without loss", "reason"),
+    "ratchet_judge_tokens": ("Tokens of the judge's requests to models: prompt, completion", "kind"),
+}
+# What the store keeps: name -> kind, help, labels.
+_STORED: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, tuple[str, ...]]] = {
+    "ratchet_trajectories_dropped": (CounterMetricFamily, "Trajectories that were dropped", ("reason",)),
+    "ratchet_groups_dropped": (CounterMetricFamily, "Groups that were dropped", ("alias", "reason")),
+    "ratchet_alarm_active": (GaugeMetricFamily, "1 for every alarm that is not cleared", ("name",)),
+    "ratchet_resample_calls": (CounterMetricFamily, "Resample calls by their end", ("alias", "state")),
+    "ratchet_resample_tokens": (CounterMetricFamily, "Tokens of answered resample calls", ("alias",)),
+    "ratchet_live_version": (GaugeMetricFamily, "Version that is live", ("alias",)),
+    "ratchet_unproven_versions": (
+        GaugeMetricFamily,
+        "Versions newer than the live one whose proof is undecided",
+        ("alias",),
+    ),
+    "ratchet_release_pending_approval": (GaugeMetricFamily, "1 while a version needs approval", ("alias",)),
+    "ratchet_policy_decisions": (CounterMetricFamily, "Decisions about versions", ("alias", "action")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check measured about one subject.
+
+    check            name of the check and of its alarm
+    metric           the metric that shows the value
+    subject          the tool or task family, "" for the whole alias
+    value            the measurement
+    reason           why it is an alarm, in one sentence with the remedy; None if there is no problem
+    blocks_training  whether training waits until it is gone
+    blocks_release   whether no version is promoted without an approval
+    """
+
+    check: str
+    metric: str
+    subject: str
+    value: float
+    reason: str | None = None
+    blocks_training: bool = False
+    blocks_release: bool = False
 
 
 class MetricsRegistry:
     """The metrics of all agents of a process, in one registry that one port serves."""
 
     def __init__(self, store: Store | None = None) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.paused = Gauge("ratchet_training_paused", "1 while no step is taken", ["alias"], registry=registry)
-        self.findings = {
-            name: Gauge(name, text, ["alias", label] if label else ["alias"], registry=registry)
-            for name, (text, label) in _FINDING_METRICS.items()
+        self.registry = CollectorRegistry()
+        self.gauges = {
+            name: Gauge(name, text, ("alias", *labels), registry=self.registry)
+            for name, (text, labels) in _GAUGES.items()
         }
-        self.round = {
-            name: Gauge(name, text, ["alias"], registry=registry) for name, (_, text) in _ROUND_METRICS.items()
+        self.counters = {
+            name: Counter(name, text, ("alias", label), registry=self.registry)
+            for name, (text, label) in _COUNTERS.items()
         }
-        self.rounds = Counter("ratchet_rounds", "Rounds by their end", ["alias", "state"], registry=registry)
-        self.untrained = Counter(
-            "ratchet_untrained_tokens", "Sampled tokens of trained trajectories without loss", ["alias", "reason"],
-            registry=registry,
-        )  # fmt: skip
-        self.judge_tokens = Counter(
-            "ratchet_judge_tokens", "Tokens of the judge's requests to models: prompt, completion", ["alias", "kind"],
-            registry=registry,
-        )  # fmt: skip
-        phase = ["alias", "phase"]
-        self.done = Gauge("ratchet_progress_items_done", "Items done of a long phase", phase, registry=registry)
-        self.total = Gauge("ratchet_progress_items", "Items of a long phase", phase, registry=registry)
-        self.pace = Gauge("ratchet_progress_seconds_per_item", "Mean seconds per item so far", phase, registry=registry)
-        self.eta = Gauge("ratchet_progress_eta_seconds", "Seconds left at this pace", phase, registry=registry)
-        self.mean = Gauge(
-            "ratchet_progress_mean", "Running mean, each metric over the rows that have it", [*phase, "metric"],
-            registry=registry,
-        )  # fmt: skip
-        self.harm = Gauge(
-            "ratchet_release_harm", "Evidence that the versions before the newest one that serves do better", ["alias"],
-            registry=registry,
-        )  # fmt: skip
-        self.counted = Gauge(
-            "ratchet_release_counted", "Scored trajectories of the newest ramp", ["alias"], registry=registry
-        )
-        self.difference = Gauge(
-            "ratchet_release_difference", "Mean score of everything since the anchor, less the anchor's",
-            ["alias", "bound"], registry=registry,
-        )  # fmt: skip
-        self.evaluating = Gauge(
-            "ratchet_evaluation_running", "1 while a candidate is evaluated", ["alias"], registry=registry
-        )
         self._stored = _Stored(store) if store is not None else None
         if self._stored is not None:
-            registry.register(self._stored)
+            self.registry.register(self._stored)
 
     def add_agent(self, alias: str) -> None:
         if self._stored is not None:
@@ -146,9 +148,8 @@ class MetricsRegistry:
         """Show nothing of an agent any more."""
         if self._stored is not None:
             self._stored.aliases = tuple(one for one in self._stored.aliases if one != alias)
-        gauges = (self.paused, *self.findings.values(), *self.round.values(), self.done, self.total, self.pace)
-        for metric in (*gauges, self.eta, self.mean, self.harm, self.counted, self.difference, self.evaluating):
-            _remove_agent(metric, alias)
+        for gauge in self.gauges.values():
+            _remove_agent(gauge, alias)
 
     def serve(self, host: str, port: int) -> int:
         """Serve GET /metrics in a thread; return the port. Raises SettingError if it is taken."""
@@ -168,64 +169,64 @@ class TrainerMetrics:
     def __init__(self, alias: str, store: Store | None = None, metrics: MetricsRegistry | None = None) -> None:
         self._alias = alias
         self.process = metrics or MetricsRegistry(store)
+        self.registry = self.process.registry
         self.process.add_agent(alias)
-        self.process.paused.labels(alias).set(0)
+        self._set("ratchet_training_paused", 0)
         self._counted: set[str] = set()  # ids of rounds
 
-    @property
-    def registry(self) -> CollectorRegistry:
-        return self.process.registry
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        self.process.gauges[name].labels(self._alias, *labels).set(value)
+
+    def _count(self, name: str, label: str, number: float = 1) -> None:
+        self.process.counters[name].labels(self._alias, label).inc(number)
 
     def findings(self, findings: Sequence[Finding], *, paused: bool) -> None:
         """Show the findings of the sentinel's last check only."""
-        self.process.paused.labels(self._alias).set(paused)
+        self._set("ratchet_training_paused", paused)
         for name, (_, label) in _FINDING_METRICS.items():
-            gauge = self.process.findings[name]
-            _remove_agent(gauge, self._alias)
+            _remove_agent(self.process.gauges[name], self._alias)
             for one in [finding for finding in findings if finding.metric == name][:_MAX_SUBJECTS]:
-                subject = (one.subject[:_SUBJECT_CHARS],) if label else ()
-                gauge.labels(self._alias, *subject).set(one.value)
+                self._set(name, one.value, *((one.subject[:_SUBJECT_CHARS],) if label else ()))
 
     def rounds(self, newest: Sequence[Round]) -> None:
         """Count the rounds that ended since the last call, newest first, and show the newest committed one."""
         ended = [one for one in newest if one.state is not RoundState.STARTED]
         for one in ended:
             if one.id not in self._counted:
-                self.process.rounds.labels(self._alias, str(one.state)).inc()
+                self._count("ratchet_rounds", str(one.state))
                 for reason, tokens in (one.metrics.get("untrained_tokens") or {}).items():
-                    self.process.untrained.labels(self._alias, reason).inc(tokens)
+                    self._count("ratchet_untrained_tokens", reason, tokens)
         self._counted = {one.id for one in ended}
         committed = next((one for one in ended if one.state is RoundState.COMMITTED), None)
         for name, (key, _) in _ROUND_METRICS.items():
             if committed is not None and key in committed.metrics:
-                self.process.round[name].labels(self._alias).set(committed.metrics[key])
+                self._set(name, committed.metrics[key])
 
     def judge_requests(self, requests: Sequence[JudgeRequest]) -> None:
         for one in requests:
-            self.process.judge_tokens.labels(self._alias, "prompt").inc(one.prompt_tokens)
-            self.process.judge_tokens.labels(self._alias, "completion").inc(one.completion_tokens)
+            self._count("ratchet_judge_tokens", "prompt", one.prompt_tokens)
+            self._count("ratchet_judge_tokens", "completion", one.completion_tokens)
 
     def release(self, harm: float, counted: int, difference: MeanDifference | None) -> None:
         """Show the evidence about the newest version that serves, and its ramp's scored trajectories."""
-        self.process.harm.labels(self._alias).set(harm)
-        self.process.counted.labels(self._alias).set(counted)
-        _remove_agent(self.process.difference, self._alias)
+        self._set("ratchet_release_harm", harm)
+        self._set("ratchet_release_counted", counted)
+        _remove_agent(self.process.gauges["ratchet_release_difference"], self._alias)
         if difference is not None:
-            for bound, value in (("value", difference.value), ("low", difference.low), ("high", difference.high)):
-                self.process.difference.labels(self._alias, bound).set(value)
+            for bound in ("value", "low", "high"):
+                self._set("ratchet_release_difference", getattr(difference, bound), bound)
 
     def evaluating(self, running: bool) -> None:
-        self.process.evaluating.labels(self._alias).set(running)
+        self._set("ratchet_evaluation_running", running)
 
     def progress(self, progress: PhaseProgress) -> None:
         """Show the progress of a phase. After its end the last values stay until it begins again."""
-        labels = (self._alias, progress.phase)
-        self.process.done.labels(*labels).set(progress.done)
-        self.process.total.labels(*labels).set(progress.total)
-        self.process.pace.labels(*labels).set(progress.seconds_per_item or 0.0)
-        self.process.eta.labels(*labels).set(progress.eta_seconds or 0.0)
+        self._set("ratchet_progress_items_done", progress.done, progress.phase)
+        self._set("ratchet_progress_items", progress.total, progress.phase)
+        self._set("ratchet_progress_seconds_per_item", progress.seconds_per_item or 0.0, progress.phase)
+        self._set("ratchet_progress_eta_seconds", progress.eta_seconds or 0.0, progress.phase)
         for name, value in progress.means.items():
-            self.process.mean.labels(*labels, name).set(value)
+            self._set("ratchet_progress_mean", value, progress.phase, name)
 
 
 def _remove_agent(gauge: Gauge, alias: str) -> None:
@@ -235,7 +236,7 @@ def _remove_agent(gauge: Gauge, alias: str) -> None:
             gauge.remove(*sample.labels.values())
 
 
-_Family = CounterMetricFamily | GaugeMetricFamily
+_Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
 
 
 class _Stored(Collector):
@@ -253,55 +254,34 @@ class _Stored(Collector):
         """Read the store; if it does not answer, return what was read so far."""
         families = _families()
         try:
-            self._read(families)
+            for reason, count in self._store.trajectories.drop_counts().items():
+                families["ratchet_trajectories_dropped"].add_metric([reason], count)
+            for alarm in self._store.alarms.active():
+                families["ratchet_alarm_active"].add_metric([alarm.name], 1)
             for alias in self.aliases:
-                self._read_groups(alias, families)
-                self._read_policies(alias, families)
+                self._read(alias, families)
         except StoreError as error:
             log.warning("event=metrics_without_store reason=%r", str(error))
         return families.values()
 
-    def _read(self, families: Mapping[str, _Family]) -> None:
-        for reason, count in self._store.trajectories.drop_counts().items():
-            families["ratchet_trajectories_dropped"].add_metric([reason], count)
-        for alarm in self._store.alarms.active():
-            families["ratchet_alarm_active"].add_metric([alarm.name], 1)
-
-    def _read_groups(self, alias: str, families: Mapping[str, _Family]) -> None:
-        for reason, count in self._store.groups.drop_counts(alias).items():
+    def _read(self, alias: str, families: _Families) -> None:
+        store = self._store
+        for reason, count in store.groups.drop_counts(alias).items():
             families["ratchet_groups_dropped"].add_metric([alias, reason], count)
-        counts = self._store.resamples.counts(alias)
+        counts = store.resamples.counts(alias)
         for state in (state for state in counts if state in (ResampleState.ANSWERED, ResampleState.FAILED)):
             families["ratchet_resample_calls"].add_metric([alias, str(state)], counts[state].count)
         if ResampleState.ANSWERED in counts:
             families["ratchet_resample_tokens"].add_metric([alias], counts[ResampleState.ANSWERED].tokens)
-
-    def _read_policies(self, alias: str, families: Mapping[str, _Family]) -> None:
-        live = self._store.policies.live().get(alias)
+        live = store.policies.live().get(alias)
         if live is not None:
             families["ratchet_live_version"].add_metric([alias], live.version)
-        unproven = len(self._store.policies.list_unproven(alias))
-        families["ratchet_unproven_versions"].add_metric([alias], unproven)
-        held = self._store.policies.awaiting_approval(alias)
+        families["ratchet_unproven_versions"].add_metric([alias], len(store.policies.list_unproven(alias)))
+        held = store.policies.awaiting_approval(alias)
         families["ratchet_release_pending_approval"].add_metric([alias], int(held is not None))
-        for action, count in self._store.decisions.counts(alias).items():
+        for action, count in store.decisions.counts(alias).items():
             families["ratchet_policy_decisions"].add_metric([alias, str(action)], count)
 
 
-def _families() -> dict[str, _Family]:
-    families: tuple[_Family, ...] = (
-        CounterMetricFamily("ratchet_trajectories_dropped", "Trajectories that were dropped", labels=["reason"]),
-        CounterMetricFamily("ratchet_groups_dropped", "Groups that were dropped", labels=["alias", "reason"]),
-        GaugeMetricFamily("ratchet_alarm_active", "1 for every alarm that is not cleared", labels=["name"]),
-        CounterMetricFamily("ratchet_resample_calls", "Resample calls by their end", labels=["alias", "state"]),
-        CounterMetricFamily("ratchet_resample_tokens", "Tokens of answered resample calls", labels=["alias"]),
-        GaugeMetricFamily("ratchet_live_version", "Version that is live", labels=["alias"]),
-        GaugeMetricFamily(
-            "ratchet_unproven_versions",
-            "Versions newer than the live one whose proof is undecided",
-            labels=["alias"],
-        ),
-        GaugeMetricFamily("ratchet_release_pending_approval", "1 while a version needs approval", labels=["alias"]),
-        CounterMetricFamily("ratchet_policy_decisions", "Decisions about versions", labels=["alias", "action"]),
-    )
-    return {family.name: family for family in families}
+def _families() -> _Families:
+    return {name: kind(name, text, labels=labels) for name, (kind, text, labels) in _STORED.items()}

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from hashlib import blake2b
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ from ratchet.store.records import Call, PastScore, Policy, Transcript
 from ratchet.store.statistics import interval
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer, replicas_that_serve
+from ratchet.trainer.controller.background_work import BackgroundWork, no_change
 from ratchet.trainer.controller.judges.judgement import Judge
 from ratchet.trainer.controller.judges.kinds.combined import judge_in_both_orders
 from ratchet.trainer.controller.judges.make_judge import make_judge
@@ -419,13 +420,14 @@ class EvaluationRunner(Generic[ResultT]):
         self._result = result
         self._kind = kind
         self._clock = clock
-        self._job: _EvaluationJob | None = None
+        self._work = BackgroundWork("evaluation")
+        self._stop = threading.Event()
         self._retry_at = 0.0
 
     @property
     def is_running(self) -> bool:
         """Whether `result_for` would return None: an evaluation runs, or waits to be repeated."""
-        return (self._job is not None and not self._job.is_over) or self._clock() < self._retry_at
+        return not self._work.wait(0.0) or self._clock() < self._retry_at
 
     def result_for(self, candidate: Policy, live: Policy) -> ResultT | None:
         """Return the result of a candidate beside the live version; None while it is evaluated.
@@ -435,26 +437,33 @@ class EvaluationRunner(Generic[ResultT]):
         subject = f"{version_name(candidate)} against {version_name(live)}"
         if self.is_running:
             return None
-        job, self._job = self._job, None
-        if job is not None and job.subject == subject and job.error is not None:
-            self._handle_failure(job.error, subject)
-            return None
+        done = self._work.what
+        try:
+            self._work.collect()
+        except BaseException as error:  # noqa: BLE001  raised again unless the evaluation is repeated
+            if done == subject:
+                self._handle_failure(error, subject)
+                return None
         known = self._store.observations.latest(self._alias, self._kind).get(subject)
         if known is not None:
             self._store.alarms.clear(self._alarm)
             return msgspec.convert(known.content, self._result)
-        self._job = _EvaluationJob(subject, lambda check: self._evaluate(candidate, live, subject, check))
+        self._work.start(subject, lambda: self._evaluate(candidate, live, subject), no_change)
         log.info("event=%s_started policy=%s against=%s", self._kind, version_name(candidate), version_name(live))
         return None
 
     def close(self) -> None:
         """Stop the running evaluation; it is repeated after the next start."""
-        if self._job is not None:
-            self._job.stop()
+        self._stop.set()
+        self._work.close()
         self._evaluator.close()
 
-    def _evaluate(self, candidate: Policy, live: Policy, subject: str, check: Callable[[], None]) -> None:
-        result = self._evaluator.evaluate(candidate, live, check)
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise TrainerError("the trainer is stopping")
+
+    def _evaluate(self, candidate: Policy, live: Policy, subject: str) -> None:
+        result = self._evaluator.evaluate(candidate, live, self._check_stop)
         self._store.observations.add(self._alias, self._kind, subject, msgspec.to_builtins(result))
         described = result.describe() or "too little to compare"
         log.info("event=%s_done policy=%s result=%r", self._kind, version_name(candidate), described)
@@ -491,36 +500,6 @@ class PreReleaseChecks:
                 one.close()
 
 
-class _EvaluationJob:
-    """One running evaluation."""
-
-    def __init__(self, subject: str, evaluate: Callable[[Callable[[], None]], None]) -> None:
-        self.subject = subject
-        self.error: BaseException | None = None
-        self._evaluate = evaluate
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="evaluation", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def stop(self) -> None:
-        """Request the end; does not wait for it."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        try:
-            self._evaluate(self._check)
-        except BaseException as error:  # noqa: BLE001  raised again in the daemon's thread
-            self.error = error
-
-    def _check(self) -> None:
-        if self._stop.is_set():
-            raise TrainerError("the trainer is stopping")
-
-
 # Evaluation on held-out prompts: a candidate and the live version answer the same prompts, judged in pairs.
 #
 # A fixed share of all tasks, by a hash of their key, is held out: these tasks are served and recorded as usual, but
@@ -536,62 +515,53 @@ _MAX_DECISIONS = 50  # newest decisions that are searched for the previous promp
 _CONCURRENCY = 8  # prompts
 
 
+@dataclass
 class PromptEvaluator:
     """Evaluates candidates of one alias on its held-out prompts. Blocks while vLLM and the judges work."""
 
-    def __init__(
-        self,
-        store: Store,
-        replicas: Sequence[VllmServer],
-        judge: Judge,
-        second: Judge | None = None,
-        *,
-        alias: str,
-        prompts: int,
-        samples: int,
-    ) -> None:
-        self._store = store
-        self._replicas = replicas
-        self._judge = judge
-        self._second = second
-        self._alias = alias
-        self._prompts = prompts
-        self._samples = samples
+    store: Store
+    replicas: Sequence[VllmServer]
+    judge: Judge
+    second: Judge | None = None
+    _: KW_ONLY
+    alias: str
+    prompts: int
+    samples: int
 
     def close(self) -> None:
-        self._judge.close()
-        if self._second is not None:
-            self._second.close()
+        self.judge.close()
+        if self.second is not None:
+            self.second.close()
 
     def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> EvaluationResult:
         """Return the paired comparison; its `first` is None for too few held-out prompts that can be judged.
 
         Raises EngineUnreachable, AdapterRefused, and whatever `check` raises.
         """
-        names = self._store.trajectories.held_out_candidates(self._alias, DropReason.HELD_OUT, self._prompts)
-        read = self._store.trajectories.readable(names)
+        names = self.store.trajectories.held_out_candidates(self.alias, DropReason.HELD_OUT, self.prompts)
+        read = self.store.trajectories.readable(names)
         prompts = [recorded for recorded in read if has_sampling_parameters(recorded.calls[0])]
-        replicas = replicas_that_serve(self._replicas, {candidate.served_name, live.served_name})
+        replicas = replicas_that_serve(self.replicas, {candidate.served_name, live.served_name})
 
         def ask(place: int) -> Sides:
             return self._answer(replicas[place % len(replicas)], prompts[place], candidate, live, check)
 
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="evaluation") as threads:
             answers = list(threads.map(ask, range(len(prompts))))
-        first = compare_with_judge(self._judge, answers)
+        first = compare_with_judge(self.judge, answers)
         prompt_set, changed = self._hash_prompts([one.trajectory.id for one in prompts])
-        if first is None or self._second is None:
+        if first is None or self.second is None:
             return EvaluationResult(first, prompt_set=prompt_set, changed=changed)
-        second = compare_with_judge(self._second, answers)
-        return EvaluationResult(first, second, self._second.name, prompt_set=prompt_set, changed=changed)
+        second = compare_with_judge(self.second, answers)
+        return EvaluationResult(first, second, self.second.name, prompt_set=prompt_set, changed=changed)
 
     def _hash_prompts(self, names: Sequence[str]) -> tuple[str, bool]:
         """Return a hash of the prompts, and whether it differs from that of the previous evaluation."""
         now = blake2b("\0".join(sorted(names)).encode(), digest_size=8).hexdigest()
-        decisions = self._store.decisions.decisions_of(self._alias, limit=_MAX_DECISIONS)
+        decisions = self.store.decisions.decisions_of(self.alias, limit=_MAX_DECISIONS)
         before = next((value for one in decisions if (value := one.evidence.get(PROMPT_SET))), now)
         if before != now:
-            log.warning("event=evaluation_prompts_changed alias=%s prompts=%d", self._alias, len(names))
+            log.warning("event=evaluation_prompts_changed alias=%s prompts=%d", self.alias, len(names))
         return now, before != now
 
     def _answer(
@@ -605,12 +575,12 @@ class PromptEvaluator:
         """Return the candidate's answers to a recorded prompt, and as many of the live version."""
         check()
         call = recorded.calls[0]
-        messages = self._store.trajectories.messages_to(call.prompt_node)
+        messages = self.store.trajectories.messages_to(call.prompt_node)
         prompt = RecordedPrompt(messages, recorded.tools, sampling_of(call), recorded.trajectory.family)
         sides: list[list[Transcript]] = []
         for policy in (candidate, live):
-            sent = prompt.messages_for(policy, self._store)
-            replies = replica.chat(policy.served_name, sent, prompt.tools, prompt.sampling, self._samples)
+            sent = prompt.messages_for(policy, self.store)
+            replies = replica.chat(policy.served_name, sent, prompt.tools, prompt.sampling, self.samples)
             name = f"evaluation:{recorded.trajectory.id}:{policy.version}"
             sides.append(
                 [

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -108,27 +108,21 @@ class ServedProofs:
     checksum: str | None  # SHA-256 of the weights file, where the trainer can read it
 
 
+@dataclass
 class ReplicaProofs:
     """Loads and proves the versions of one alias on the replicas. `quorum`: how many must serve one; None: all of one
     or two, else all but one.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        replicas: Sequence[VllmServer],
-        *,
-        alias: str,
-        tolerance: float,
-        quorum: int | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._store = store
-        self._replicas = replicas
-        self._alias = alias
-        self._tolerance = tolerance
-        self._quorum = quorum
-        self._sleep = sleep
+    store: Store
+    replicas: Sequence[VllmServer]
+    _: KW_ONLY
+    alias: str
+    tolerance: float
+    quorum: int | None = None
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
         self._checked_at = 0.0
 
     def prove(self, candidate: Policy, live: Policy, probes: Probes, scorer: LogprobScorer) -> ServedProofs:
@@ -136,8 +130,8 @@ class ReplicaProofs:
 
         Raises ProofFailed, EngineUnreachable if fewer replicas than the quorum answer, and AdapterNotServable.
         """
-        replicas = tuple(self._replicas)
-        enough = quorum_of(len(replicas), self._quorum)
+        replicas = tuple(self.replicas)
+        enough = quorum_of(len(replicas), self.quorum)
         same = candidate.served_name == live.served_name
         try:
             checksum = weights_checksum(candidate.adapter) if candidate.adapter and not same else None
@@ -174,7 +168,7 @@ class ReplicaProofs:
 
     def record(self, policy: Policy, served: ServedProofs) -> None:
         """Record which replicas serve a version; before it gets traffic."""
-        self._store.policies.record_replicas(policy.alias, policy.served_name, served.proven)
+        self.store.policies.record_replicas(policy.alias, policy.served_name, served.proven)
 
     def catch_up(self, now: float, probes_of: Callable[[Policy], Probes], scorer: LogprobScorer) -> list[str]:
         """Prove what is served on replicas that came, came back or were restarted; return their URLs.
@@ -186,7 +180,7 @@ class ReplicaProofs:
         self._checked_at = now
         changed: list[str] = []
         missing: dict[str, str] = {}
-        replicas = tuple(self._replicas)
+        replicas = tuple(self.replicas)
         models, errors = ask_all(replicas, VllmServer.models, 1)
         for policy in self._serving():
             lacking = [
@@ -230,22 +224,22 @@ class ReplicaProofs:
             else:
                 log.warning("event=replica_unproven replica=%s reason=%r", url, proof.reason)
         if wrong:
-            self._store.alarms.raise_(
-                f"{WRONG}:{self._alias}",
+            self.store.alarms.raise_(
+                f"{WRONG}:{self.alias}",
                 f"{policy.served_name} gets no traffic on a replica: {'; '.join(wrong.values())}; restart that replica "
                 "with the base model of the others",
             )
         elif caught_up:
-            self._store.alarms.clear(f"{WRONG}:{self._alias}")
+            self.store.alarms.clear(f"{WRONG}:{self.alias}")
         # A replica that is the only proven one stays: without it nobody would serve the version.
         kept = tuple(sorted(proven - wrong.keys())) or policy.replicas
         if kept != tuple(sorted(policy.replicas)):
-            self._store.policies.record_replicas(policy.alias, policy.served_name, kept)
+            self.store.policies.record_replicas(policy.alias, policy.served_name, kept)
         return caught_up
 
     def _prover(self, policy: Policy, old: Sequence[Policy], probes: Probes, trainer: TrainerLogprobs) -> SwapProver:
         known = {one.served_name: one.adapter for one in old}
-        return SwapProver(policy.served_name, policy.adapter or "", known, probes, trainer, self._tolerance)
+        return SwapProver(policy.served_name, policy.adapter or "", known, probes, trainer, self.tolerance)
 
     def _load(self, replica: VllmServer, policy: Policy) -> None:
         """Load a version; ask again for a while if the replica does not find its files: mounts and stores lag."""
@@ -258,7 +252,7 @@ class ReplicaProofs:
                 log.info(
                     "event=adapter_not_found replica=%s retry_seconds=%.1f reason=%r", replica.url, pause, str(error)
                 )
-                self._sleep(pause)
+                self.sleep(pause)
             else:
                 return
         replica.load(policy.served_name, policy.adapter)
@@ -267,24 +261,24 @@ class ReplicaProofs:
         """Return the versions with traffic whose replicas are recorded, one of each adapter."""
         serving = [
             policy
-            for policy in self._store.policies.all(self._alias)
+            for policy in self.store.policies.all(self.alias)
             if policy.state in SERVING and policy.adapter and policy.replicas
         ]
         return list({policy.served_name: policy for policy in serving}.values())
 
     def _base(self) -> Policy:
-        return self._store.policies.get(self._alias, BASE_VERSION)
+        return self.store.policies.get(self.alias, BASE_VERSION)
 
     def _report_missing(self, missing: Mapping[str, str]) -> None:
-        alarm = f"{MISSING}:{self._alias}"
+        alarm = f"{MISSING}:{self.alias}"
         if missing:
             reason = "; ".join(missing.values())
-            log.warning("event=replica_missing alias=%s reason=%r", self._alias, reason)
-            self._store.alarms.raise_(
+            log.warning("event=replica_missing alias=%s reason=%r", self.alias, reason)
+            self.store.alarms.raise_(
                 alarm, f"new versions get no traffic on a replica until it answers and is proven: {reason}"
             )
         else:
-            self._store.alarms.clear(alarm)
+            self.store.alarms.clear(alarm)
 
 
 def _is_refusal(error: EngineError) -> bool:

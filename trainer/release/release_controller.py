@@ -18,7 +18,6 @@ from ratchet.trainer.controller.judges.judgement import Judge
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.release.candidates import is_trained, version_name
 from ratchet.trainer.release.evaluation import SecondOpinionRunner, mean_difference
-from ratchet.trainer.release.evidence import HarmEvidence
 from ratchet.trainer.release.policy import (
     ReleaseAction,
     ReleaseDecision,
@@ -49,58 +48,6 @@ from ratchet.trainer.statistics import MeanDifference
 log = logging.getLogger(__name__)
 
 _UNKNOWN = MeanDifference(0.0, float("-inf"), float("inf"), 0)
-
-
-class PromotionChecks:
-    """The checks before the end of a ramp of one alias. `second` is asked in a thread of its own."""
-
-    def __init__(
-        self,
-        store: Store,
-        alias: str,
-        settings: ReleaseSettings,
-        judge_version: str,
-        second: Judge | None,
-        blocking_findings: GetBlockingFindings,
-    ) -> None:
-        self._store = store
-        self._alias = alias
-        self._max_gain = settings.max_gain
-        self._judge_version = judge_version
-        self._blocking_findings = blocking_findings
-        self._second = SecondOpinionRunner(second, _SECOND_JUDGE_PAIRS, store.trajectories.read) if second else None
-
-    def close(self) -> None:
-        """Close the second judge."""
-        if self._second is not None:
-            self._second.close()
-
-    def check(self, ramp: Policy, live: Policy, evidence: HarmEvidence, since: float) -> bool | None:
-        """Hold the version if a check fails; return True then, False while the second judge works, None to go on."""
-        findings = self._blocking_findings()
-        recorded = decision_evidence(evidence, self._judge_version) | findings_evidence(findings)
-        sums = evidence.ramp_differences.get(ramp.version)
-        gain = (mean_difference(sums) if sums is not None else None) or _UNKNOWN
-        reasons = [self._gain_reason(gain), blocking_reason(findings)]
-        if self._second is not None:
-            scores = self._store.groups.rewards
-            mine = scores(self._alias, self._judge_version, ramp.version)
-            others = scores(self._alias, self._judge_version, live.version, since)
-            opinion = self._second.opinion_on(ramp.version, mine, others)
-            if opinion is None:
-                return False
-            recorded |= opinion.evidence()
-            reasons.insert(1, opinion.blocking_reason(gain))
-        if reason := "; ".join(filter(None, reasons)):
-            require_approval(self._store, ramp, reason, recorded, by="release")
-            return True
-        return None
-
-    def _gain_reason(self, gain: MeanDifference) -> str | None:
-        if self._max_gain is None or gain.value <= self._max_gain:
-            return None
-        interval = f"{gain.low:+.3f} to {gain.high:+.3f}, at all times 95%"
-        return f"the gain exceeds max_gain {self._max_gain:g}: {gain.value:+.3f} ({interval})"
 
 
 # Retention: the versions whose checkpoint folder stays, and those whose optimizer state stays.
@@ -211,7 +158,10 @@ class ReleaseController:
         self._rules = ReleaseRules.of(settings)
         self._round_size = round_size
         self._judge_version = judge_version
-        self._checks = PromotionChecks(store, alias, settings, judge_version, second, blocking_findings)
+        self._blocking_findings = blocking_findings
+        self._second = (  # asked in a thread of its own
+            SecondOpinionRunner(second, _SECOND_JUDGE_PAIRS, store.trajectories.read) if second else None
+        )
         self._metrics = metrics or TrainerMetrics(alias)
         self._counter = OutcomeCounter(
             store, alias, judge_version, relative=relative, deadline_seconds=settings.deadline_seconds
@@ -227,7 +177,8 @@ class ReleaseController:
 
     def close(self) -> None:
         """Close the second judge."""
-        self._checks.close()
+        if self._second is not None:
+            self._second.close()
 
     def check(self, now: float) -> bool:
         """Decide on the versions that serve; return whether something was decided."""
@@ -287,13 +238,39 @@ class ReleaseController:
         if decision.action in (ReleaseAction.WAIT, ReleaseAction.BEGIN_RAMP):
             return False
         if decision.action is ReleaseAction.END_RAMP and serving.ramp is not None and serving.live is not None:
-            checked = self._checks.check(
-                serving.ramp, serving.live, self._counter.evidence, _served_since(serving, history)
-            )
+            checked = self._check_promotion(serving.ramp, serving.live, _served_since(serving, history))
             if checked is not None:
                 return checked
         self._apply(decision, serving)
         return True
+
+    def _check_promotion(self, ramp: Policy, live: Policy, since: float) -> bool | None:
+        """Hold the version if a check fails; return True then, False while the second judge works, None to go on."""
+        evidence = self._counter.evidence
+        findings = self._blocking_findings()
+        recorded = decision_evidence(evidence, self._judge_version) | findings_evidence(findings)
+        sums = evidence.ramp_differences.get(ramp.version)
+        gain = (mean_difference(sums) if sums is not None else None) or _UNKNOWN
+        reasons = [self._gain_reason(gain), blocking_reason(findings)]
+        if self._second is not None:
+            scores = self._store.groups.rewards
+            mine = scores(self._alias, self._judge_version, ramp.version)
+            others = scores(self._alias, self._judge_version, live.version, since)
+            opinion = self._second.opinion_on(ramp.version, mine, others)
+            if opinion is None:
+                return False
+            recorded |= opinion.evidence()
+            reasons.insert(1, opinion.blocking_reason(gain))
+        if reason := "; ".join(filter(None, reasons)):
+            require_approval(self._store, ramp, reason, recorded, by="release")
+            return True
+        return None
+
+    def _gain_reason(self, gain: MeanDifference) -> str | None:
+        if self._settings.max_gain is None or gain.value <= self._settings.max_gain:
+            return None
+        interval = f"{gain.low:+.3f} to {gain.high:+.3f}, at all times 95%"
+        return f"the gain exceeds max_gain {self._settings.max_gain:g}: {gain.value:+.3f} ({interval})"
 
     def _follow(
         self, policies: Sequence[Policy], serving: ServingVersions, history: Sequence[Decision], now: float

@@ -1,9 +1,10 @@
-"""One resampling call: requests another answer to a recorded prompt through the proxy, and records the result.
+"""Resamples: which ungrouped trajectories get some, when these are requested, and the groups that result.
 
-Runs in a thread of its own. Promises: the request is recorded before it is sent, so a killed trainer never sends it
-twice; nothing is sent while vLLM is busy. Only a trajectory of one answered call can be resampled, if its answer is
-trainable and its prompt and sampling parameters are fully recorded. The seed is left out: it would give the same
-answer.
+Consumes single-call trajectories without peers, and sealed resamples; produces groups of an original with its
+resamples. Promises: an original waits at most twice `max_wait_seconds` for an idle vLLM, and is then treated like any
+ungrouped trajectory; rates are counted in the store, so a restart does not double them; a resample that cannot be
+compared is dropped with its reason; a resample of a deleted original is deleted. If resampling is switched off, planned
+resamples are cancelled.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ from ratchet.trainer.adapters.vllm_api import BusyPeriod, VllmLoad
 from ratchet.trainer.controller.collect.grouping import PlannedGroup
 from ratchet.trainer.rows.build_rows import why_untrainable
 from ratchet.trainer.settings.trainer_sections import ResamplingSettings
+
+# One resampling call: requests another answer to a recorded prompt through the proxy, and records the result.
+#
+# Runs in a thread of its own. Promises: the request is recorded before it is sent, so a killed trainer never sends it
+# twice; nothing is sent while vLLM is busy. Only a trajectory of one answered call can be resampled, if its answer is
+# trainable and its prompt and sampling parameters are fully recorded. The seed is left out: it would give the same
+# answer.
 
 KEY_VARIABLE = "RATCHET_RESAMPLE_API_KEY"
 _NO_KEY = "none"
@@ -168,14 +176,6 @@ def _parse_response(response: httpx.Response, name: str) -> tuple[str | None, in
     usage: Any = response.json().get("usage") or {}
     return None, int(usage.get("total_tokens") or 0)
 
-
-# Resampler: which ungrouped trajectories get resamples, when these are requested, and the groups that result.
-#
-# Consumes single-call trajectories without peers, and sealed resamples; produces groups of an original with its
-# resamples. Promises: an original waits at most twice `max_wait_seconds` for an idle vLLM, and is then treated like any
-# ungrouped trajectory; rates are counted in the store, so a restart does not double them; a resample that cannot be
-# compared is dropped with its reason; a resample of a deleted original is deleted. If resampling is switched off,
-# planned resamples are cancelled.
 
 log = logging.getLogger(__name__)
 

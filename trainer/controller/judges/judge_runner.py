@@ -209,10 +209,14 @@ class JudgeRunner:
                 self._on_done()
                 return True
             members = [read(name) for name in group.members]
-            judgement = self.submit_judge(group.id, members)
-            sizes = tuple(map(_size, members))
             self._pending[group.id] = _PendingGroup(
-                group, _trajectories(members), sizes, _feedback_ids(members), judgement
+                group,
+                tuple(one.trajectory for one in members),
+                tuple(
+                    {"tokens": sum(c.completion_tokens for c in one.calls), "calls": len(one.calls)} for one in members
+                ),
+                tuple(feedback.id for one in members for feedback in one.feedback),
+                self.submit_judge(group.id, members),
             )
             self._progress.add_pending(JUDGING)
             if self._second is not None and self._away_since is None:  # else it would be asked at every retry
@@ -428,15 +432,3 @@ def zero_variance_groups(store: Store, alias: str) -> list[tuple[Group, float]]:
         for group in groups
         if group.members and group.members[0] in scores
     ]
-
-
-def _size(member: Transcript) -> dict[str, float]:
-    return {"tokens": sum(call.completion_tokens for call in member.calls), "calls": len(member.calls)}
-
-
-def _trajectories(members: Sequence[Transcript]) -> tuple[Trajectory, ...]:
-    return tuple(member.trajectory for member in members)
-
-
-def _feedback_ids(members: Sequence[Transcript]) -> tuple[str, ...]:
-    return tuple(feedback.id for member in members for feedback in member.feedback)

@@ -214,11 +214,10 @@ def _parts(answer: Any) -> Mapping[str, Any]:
         found = {name: getattr(answer, name) for name in _PARTS if hasattr(answer, name)}
     else:
         return {"score": answer}
-    return found if "score" in found else {**found, "score": found.get("reward"), "components": _components(found)}
-
-
-def _components(found: Mapping[str, Any]) -> Any:
-    return found.get("metrics") if found.get("components") is None else found["components"]
+    if "score" in found:
+        return found
+    components = found.get("metrics") if found.get("components") is None else found["components"]
+    return {**found, "score": found.get("reward"), "components": components}
 
 
 def last_answer(member: Transcript) -> str:

@@ -1,8 +1,9 @@
-"""Which errors of a judge's endpoint are outages: trajectories wait for them, and no attempt of the judge is counted.
+"""A language model that judges ask, through the `openai` client: any OpenAI-compatible URL, with or without /v1.
 
-An outage is no connection, a refused credential (401, 403), a limit (429) and a gateway or server that takes no request
-(502, 503, 504). Everything else may be caused by what was asked, and would come back: it is an attempt. That includes
-500, 400 and a time-out while the endpoint answers.
+Guarantees: every request and response is recorded as a JudgeRequest, failed ones included, without the API key. An
+answer that cannot be used is requested again with the reason; a busy endpoint is asked again after a pause; at most
+`max_attempts` in total. The client's own retries are off, because they would not be recorded. The request asks for a
+JSON schema; if the endpoint refuses that, for JSON; else for text.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ from ratchet.store.records import JudgeRequest
 from ratchet.trainer.controller.judges.judgement import DraftVerdict
 from ratchet.trainer.errors import JudgeAway, JudgeError, JudgeUnavailable, QuestionTooLong
 from ratchet.trainer.settings.judge_specs import ModelSpec
+
+# Which errors of a judge's endpoint are outages: trajectories wait for them, and no attempt of the judge is counted.
+#
+# An outage is no connection, a refused credential (401, 403), a limit (429) and a gateway or server that takes no
+# request (502, 503, 504). Everything else may be caused by what was asked, and would come back: it is an attempt. That
+# includes 500, 400 and a time-out while the endpoint answers.
 
 _UNREACHED = ("ConnectError", "ConnectTimeout", "ProxyError")  # by name: `openai` brings a copy of httpx
 _REFUSED = (401, 403)
@@ -59,13 +66,6 @@ def remedy_of(status: int | None, credential: str, address: str) -> str | None:
         return f"see that the endpoint is up and `{address}` is right"
     return None
 
-
-# A language model that judges ask, through the `openai` client: any OpenAI-compatible URL, with or without /v1.
-#
-# Guarantees: every request and response is recorded as a JudgeRequest, failed ones included, without the API key. An
-# answer that cannot be used is requested again with the reason; a busy endpoint is asked again after a pause; at most
-# `max_attempts` in total. The client's own retries are off, because they would not be recorded. The request asks for a
-# JSON schema; if the endpoint refuses that, for JSON; else for text.
 
 _T = TypeVar("_T")
 _CONNECT_TIMEOUT = 10.0  # seconds

@@ -1,6 +1,8 @@
-"""Transcripts for the lint of a judge: a synthetic or recorded one with the correct answer, and copies with others.
+"""The lint of a judge: wrong answers that must score less than the correct one.
 
-The answer is in the last message or in an argument of a tool call. Nothing is recorded.
+Each is a known way to fool judges. `LintOutcome` distinguishes a fooled judge from one that crashes, forgets a return,
+or scores even the correct answer 0. Every answer is judged in a group with the correct one, as RULER requires. Nothing
+is recorded.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from ratchet.store.states import ToolOutcome, TrajectoryState
 from ratchet.trainer.controller.judges.judgement import NO_RETURN, Judge, last_answer
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.tasks import content_id
+
+# Transcripts for the lint of a judge: a synthetic or recorded one with the correct answer, and copies with others.
+#
+# The answer is in the last message or in an argument of a tool call. Nothing is recorded.
 
 _ARGUMENT = "answer"  # default argument
 
@@ -160,12 +166,6 @@ def _tool_calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, in
             if isinstance(given, dict):
                 yield number, nth, str(function.get("name")), given
 
-
-# The lint of a judge: wrong answers that must score less than the correct one.
-#
-# Each is a known way to fool judges. `LintOutcome` distinguishes a fooled judge from one that crashes, forgets a
-# return, or scores even the correct answer 0. Every answer is judged in a group with the correct one, as RULER
-# requires. Nothing is recorded.
 
 MARGIN = 0.05  # of the score
 

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
@@ -165,44 +165,38 @@ class _PendingRejudging:
         return [feedback.id for member in self.members for feedback in member.feedback]
 
 
+@dataclass
 class Rejudger:
     """Judges the trajectories of one alias again."""
 
-    def __init__(
-        self,
-        store: Store,
-        alias: str,
-        submit_judge: SubmitJudge,
-        estimator: AdvantageEstimator,
-        *,
-        attempts: int,
-        retry_seconds: float,
-    ) -> None:
-        self._store = store
-        self._alias = alias
-        self._submit_judge = submit_judge
-        self._estimator = estimator
-        self._attempts = attempts
-        self._retry_seconds = retry_seconds
+    store: Store
+    alias: str
+    submit_judge: SubmitJudge
+    estimator: AdvantageEstimator
+    _: KW_ONLY
+    attempts: int
+    retry_seconds: float
+
+    def __post_init__(self) -> None:
         self._pending: dict[str, _PendingRejudging] = {}
 
     def submit_late_feedback(self, now: float) -> None:
         """Queue everything that got feedback after its verdict."""
-        for name in self._store.feedback.applied_too_late(self._alias, limit=_MAX_PENDING):
-            trajectory = self._store.trajectories.get(name)
+        for name in self.store.feedback.applied_too_late(self.alias, limit=_MAX_PENDING):
+            trajectory = self.store.trajectories.get(name)
             key = trajectory.group_id or name
             pending = self._pending.get(key)
             if pending is not None and (pending.judgement is not None or now < pending.due_at):
                 continue
-            names = self._store.groups.get(trajectory.group_id).members if trajectory.group_id else (name,)
+            names = self.store.groups.get(trajectory.group_id).members if trajectory.group_id else (name,)
             names = names if name in names else (name,)  # it was dropped from its group
             failures = pending.failures if pending else 0
             try:
-                members = tuple(self._store.trajectories.read(one) for one in names)
+                members = tuple(self.store.trajectories.read(one) for one in names)
             except RecordDamaged as damaged:
                 self._put_off(key, failures, damaged, now)
                 continue
-            judgement = self._submit_judge(trajectory.group_id, members)
+            judgement = self.submit_judge(trajectory.group_id, members)
             self._pending[key] = _PendingRejudging(members, judgement, failures)
 
     def collect_results(self, now: float, timeout: float) -> int:
@@ -221,24 +215,26 @@ class Rejudger:
     def _put_off(self, key: str, failures: int, damaged: RecordDamaged, now: float) -> None:
         """Try again later: the row may be mended."""
         log.warning("event=rejudging_failed of=%s reason=%r", key, str(damaged))
-        self._pending[key] = _PendingRejudging((), None, failures, now + self._retry_seconds)
+        self._pending[key] = _PendingRejudging((), None, failures, now + self.retry_seconds)
 
     def _record(self, key: str, pending: _PendingRejudging, judgement: GroupJudgement, now: float) -> int:
         if judgement.unavailable is not None:
             log.warning("event=rejudging_waits of=%s reason=%r", key, judgement.unavailable)
-            self._pending[key] = _PendingRejudging((), None, pending.failures, now + self._retry_seconds)
+            self._pending[key] = _PendingRejudging((), None, pending.failures, now + self.retry_seconds)
             return 0
-        valued = {member.trajectory.id for member in pending.members if _has_value(member)}
+        valued = {
+            member.trajectory.id for member in pending.members if any(one.value is not None for one in member.feedback)
+        }
         failed = [one for one in judgement.verdicts if one.trajectory_id in valued and one.score is None]
-        if failed and pending.failures + 1 < self._attempts:
-            self._pending[key] = _PendingRejudging((), None, pending.failures + 1, now + self._retry_seconds)
+        if failed and pending.failures + 1 < self.attempts:
+            self._pending[key] = _PendingRejudging((), None, pending.failures + 1, now + self.retry_seconds)
             return 0
         if failed:
             log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, len(failed), failed[0].failure)
         changed = self._changed_scores(pending.members, judgement.verdicts)
-        self._store.groups.replace_verdicts([verdict for _, verdict in changed], judgement.judge_requests)
-        self._store.feedback.mark_applied(pending.feedback_ids, now)
-        self._estimator.remember([trajectory for trajectory, _ in changed], [verdict for _, verdict in changed])
+        self.store.groups.replace_verdicts([verdict for _, verdict in changed], judgement.judge_requests)
+        self.store.feedback.mark_applied(pending.feedback_ids, now)
+        self.estimator.remember([trajectory for trajectory, _ in changed], [verdict for _, verdict in changed])
         del self._pending[key]
         return len(changed)
 
@@ -247,7 +243,7 @@ class Rejudger:
     ) -> list[tuple[Trajectory, Verdict]]:
         """Return the verdicts whose score differs from the earlier one, with a note of what the earlier one trained."""
         names = [member.trajectory.id for member in members]
-        before, trained = self._store.groups.verdicts(names), self._store.lineage.versions_of(names)
+        before, trained = self.store.groups.verdicts(names), self.store.lineage.versions_of(names)
         changed: list[tuple[Trajectory, Verdict]] = []
         for member, verdict in zip(members, verdicts, strict=True):
             trajectory = member.trajectory
@@ -264,7 +260,3 @@ class Rejudger:
             new = msgspec.structs.replace(verdict, explanation=note + verdict.explanation, **kept)
             changed.append((trajectory, new))
         return changed
-
-
-def _has_value(member: Transcript) -> bool:
-    return any(feedback.value is not None for feedback in member.feedback)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ratchet.store.records import ToolCall, Transcript
 from ratchet.store.states import ToolOutcome, ToolResult
@@ -324,51 +324,9 @@ def _other_chars(message: Mapping[str, Any]) -> int:
 _MAX_CHARS = 200_000  # of a trajectory
 _MAX_NAMES = 100  # of a trajectory, in its input and in its calls each
 _MAX_NAME_CHARS = 200  # longer words are not names
-_MAX_REPORTED = 5  # names in an alarm
-_MAX_REPORTED_CHARS = 80
 _PIECE = re.compile(r"[^\s\"'`<>()\[\]{},;|\\]+")
 _FILE = re.compile(r"[\w-]{2,}\.[A-Za-z][A-Za-z0-9]{0,5}")
 _ID = re.compile(r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[\w@.-]{4,}")
-
-
-class HasResources(Protocol):
-    """The resources of a trajectory."""
-
-    @property
-    def shown(self) -> frozenset[str]:
-        """Resources in the trajectory's input."""
-
-    @property
-    def opened(self) -> frozenset[str]:
-        """Resources that its tool calls named."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResourceCoverage:
-    """How many resources were shown often enough to count, and which of them were hardly ever opened."""
-
-    shown: int
-    neglected: tuple[str, ...]  # most shown first
-
-    @property
-    def share(self) -> float:
-        return (self.shown - len(self.neglected)) / self.shown if self.shown else 1.0
-
-    def describe_neglected(self) -> str:
-        names = (name[:_MAX_REPORTED_CHARS] for name in self.neglected[:_MAX_REPORTED])
-        more = len(self.neglected) - _MAX_REPORTED
-        return ", ".join(repr(name) for name in names) + (f" and {more} more" if more > 0 else "")
-
-
-def resource_coverage(trajectories: Sequence[HasResources], min_shown: int, min_share: float) -> ResourceCoverage:
-    """Return the coverage of resources shown to `min_shown` trajectories; opened means named by `min_share` of them."""
-    shown: Counter[str] = Counter()
-    opened: Counter[str] = Counter()
-    for one in trajectories:
-        shown.update(one.shown)
-        opened.update(one.opened & one.shown)
-    often = [(name, count) for name, count in shown.most_common() if count >= min_shown]
-    return ResourceCoverage(len(often), tuple(name for name, count in often if opened[name] / count < min_share))
 
 
 def names_in(texts: Iterable[str]) -> frozenset[str]:

@@ -23,7 +23,6 @@ from ratchet.trainer.controller.sentinel.checks import (
     TrajectoryBehavior,
     check_tool_health,
     read_behavior,
-    resource_coverage,
 )
 from ratchet.trainer.observability.metrics import Finding, TrainerMetrics
 from ratchet.trainer.rows.token_row import UNTRAINED_ROLE
@@ -197,6 +196,7 @@ DRIFT_CHECKS = frozenset(
 )
 _MIN_OFFERED = 100  # trajectories that could have used a tool or a resource, before it counts as neglected
 _MIN_RESOURCES = 5
+_MAX_REPORTED, _MAX_REPORTED_CHARS = 5, 80  # names in an alarm
 _RECENT_WINDOW = 64  # newest trajectories, compared with the others
 _LENGTH_RATIO = 2.0  # change of the sampled tokens per trajectory
 _REASONING_RATIO = 3.0  # change of the reasoning tokens per action
@@ -238,17 +238,25 @@ def check_tool_coverage(behaviors: Sequence[TrajectoryBehavior], settings: Senti
 
 def check_resource_coverage(behaviors: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> Finding:
     """Return the share of the often shown files and other resources that tool calls named."""
-    found = resource_coverage(behaviors, _MIN_OFFERED, settings.min_coverage)
+    shown: Counter[str] = Counter()
+    opened: Counter[str] = Counter()
+    for one in behaviors:
+        shown.update(one.shown)
+        opened.update(one.opened & one.shown)
+    often = [(name, count) for name, count in shown.most_common() if count >= _MIN_OFFERED]
+    neglected = [name for name, count in often if opened[name] / count < settings.min_coverage]
+    share = (len(often) - len(neglected)) / len(often) if often else 1.0
     reason = None
-    if found.shown >= _MIN_RESOURCES and found.share < settings.min_resource_coverage:
+    if len(often) >= _MIN_RESOURCES and share < settings.min_resource_coverage:
+        named = ", ".join(repr(name[:_MAX_REPORTED_CHARS]) for name in neglected[:_MAX_REPORTED])
+        named += f" and {len(neglected) - _MAX_REPORTED} more" if len(neglected) > _MAX_REPORTED else ""
         reason = (
-            f"{len(found.neglected)} of {found.shown} files, addresses or ids in the input of {_MIN_OFFERED} or "
-            "more of "
-            f"the last {len(behaviors)} trajectories are named in hardly any tool call ({found.describe_neglected()}): "
+            f"{len(neglected)} of {len(often)} files, addresses or ids in the input of {_MIN_OFFERED} or more of "
+            f"the last {len(behaviors)} trajectories are named in hardly any tool call ({named}): "
             "no task needs them, or the policy uses only a few; add tasks about them, check what the judge rewards, or "
             "lower min_resource_coverage"
         )
-    return Finding("resource_coverage", "ratchet_resource_use_ratio", "", found.share, reason)
+    return Finding("resource_coverage", "ratchet_resource_use_ratio", "", share, reason)
 
 
 def unnecessary_tool_calls(behaviors: Sequence[TrajectoryBehavior], scores: Mapping[str, float]) -> Finding | None:

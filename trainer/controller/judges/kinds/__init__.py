@@ -1,1 +1,1 @@
-"""trainer/controller/judges/kinds."""
+"""The kinds of judges."""

@@ -105,8 +105,10 @@ class RulerJudge(NamedJudge):
             shuffle=random.Random(_seed(members)),
             images=self._spec.max_images,
         )
-        reader = _reader(prompt.labels)
-        by_label = self._model.ask(prompt.messages, schema(sorted(prompt.labels)), reader, session)
+        labels = set(prompt.labels)
+        by_label = self._model.ask(
+            prompt.messages, schema(sorted(labels)), lambda answer: scores_of(answer, labels), session
+        )
         return {place: by_label[label] for label, places in prompt.labels.items() for place in places}
 
 
@@ -192,10 +194,6 @@ def schema(labels: Sequence[str]) -> dict[str, Any]:
         "required": ["scores"],
         "additionalProperties": False,
     }
-
-
-def _reader(labels: Mapping[str, object]) -> Callable[[Any], dict[str, DraftVerdict]]:
-    return lambda answer: scores_of(answer, set(labels))
 
 
 def scores_of(answer: Any, labels: set[str]) -> dict[str, DraftVerdict]:

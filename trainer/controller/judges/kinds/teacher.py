@@ -1,8 +1,12 @@
-"""Checks that a model can be a teacher: its tokens are the policy's, and it returns the logprobs of given token ids.
+"""The teacher: scores the sampled tokens of single trajectories for on-policy distillation.
 
-The recorded token ids are sent as they are, so every id must mean the same text to both models. Both servers tokenize
-the same texts and return the text of the same ids, up to the largest that any tokenizer has; a larger embedding with
-unused rows does not matter.
+Consumes recorded calls; produces the teacher's logprob of every sampled token that can be trained, in the context and
+with the token ids that vLLM recorded, never re-tokenized. A group is one trajectory. The score of a trajectory is
+exp(-KL): KL is the k3 estimate of the policy's reverse KL from the teacher, in nats per token (Schulman 2020,
+"Approximating KL divergence"), so that 1 is a policy that equals its teacher.
+
+A teacher that does not answer, or does not fit, judges nothing: its trajectories wait. A trajectory that it refuses is
+a failure. Answers that end after the teacher's context length are not scored.
 """
 
 from __future__ import annotations
@@ -36,6 +40,12 @@ from ratchet.trainer.controller.judges.judgement import (
 from ratchet.trainer.errors import AdapterRefused, EngineUnreachable, JudgeError, PromptLogprobsMissing, RowError
 from ratchet.trainer.rows.build_rows import UNSCORED, AnswerKey, build_rows
 from ratchet.trainer.settings.judge_specs import TeacherSpec
+
+# Checks that a model can be a teacher: its tokens are the policy's, and it returns the logprobs of given token ids.
+#
+# The recorded token ids are sent as they are, so every id must mean the same text to both models. Both servers tokenize
+# the same texts and return the text of the same ids, up to the largest that any tokenizer has; a larger embedding with
+# unused rows does not matter.
 
 _TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs; isn't it 3.14159?\n\n\tEnd.",
@@ -89,16 +99,6 @@ def _other_tokenizer(teacher: str, base: str, difference: str) -> JudgeError:
         "the two token by token; choose a teacher of the same model family"
     )
 
-
-# The teacher: scores the sampled tokens of single trajectories for on-policy distillation.
-#
-# Consumes recorded calls; produces the teacher's logprob of every sampled token that can be trained, in the context and
-# with the token ids that vLLM recorded, never re-tokenized. A group is one trajectory. The score of a trajectory is
-# exp(-KL): KL is the k3 estimate of the policy's reverse KL from the teacher, in nats per token (Schulman 2020,
-# "Approximating KL divergence"), so that 1 is a policy that equals its teacher.
-#
-# A teacher that does not answer, or does not fit, judges nothing: its trajectories wait. A trajectory that it refuses
-# is a failure. Answers that end after the teacher's context length are not scored.
 
 _MAX_GAP = 5.0  # nats: log p_teacher - log p of one token in the score, or a single token would decide it
 
