@@ -152,7 +152,9 @@ def write_resolved_settings(settings: Settings, file: Path) -> None:
         "store": settings.store and mask_store_url(settings.store),
         "vllm": {**settings.given_in("vllm"), **masked},
     }
-    if not settings.agents:
+    if settings.agents:
+        content.pop("model", None)
+    else:
         content["model"] = settings.model
     temporary = file.with_suffix(".new")  # running services watch the file: it is replaced as a whole
     temporary.touch(mode=0o600)

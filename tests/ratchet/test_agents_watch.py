@@ -16,6 +16,7 @@ from ratchet.settings.agents_watch import AgentsWatch
 from ratchet.settings.load_settings import load
 from ratchet.settings.project_settings import Settings
 from ratchet.store.store import open_store
+from ratchet.supervisor.services import write_resolved_settings
 from tests.harness.cli.project import Project, wait_for
 from tests.harness.trainer.tiny import build_tiny_model
 
@@ -116,6 +117,9 @@ def test_a_project_of_one_agent_gets_a_second_one(file: Path) -> None:
     replace(file, TWO)
     watched.look()
     assert list(seen[0].agents_by_name) == ["mail", "support"]
+    resolved = file.with_name("settings.json")
+    write_resolved_settings(seen[0], resolved)
+    assert load(resolved, environ={}).agents == seen[0].agents, "the services read what a reload writes"
 
 
 @pytest.mark.slow
