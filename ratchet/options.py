@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ratchet.errors import CliError
-from ratchet.output import print_json as print_json
 from ratchet.settings.state_folder import current_user as current_user
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ proxy_url = setting("tuner.proxy_url", "--proxy", metavar="URL", help="Proxy to 
 tasks = setting(
     "tuner.tasks", "--tasks", metavar="SOURCE", help="Task set: an imported name, a folder, a file or a hub name."
 )
-split = click.option("--split", metavar="NAME", help="Split of the task set.")
 test_size = setting(
     "tuner.test_size",
     "--test-size",
@@ -143,25 +142,23 @@ def trajectory_filters(command: _Command) -> _Command:
     return command
 
 
-def read_settings(context: click.Context, values: Mapping[str, Any] | None = None) -> Settings:
-    """Load the settings, with the command's options that are settings, or `values` of key paths such as `proxy.port`.
+def read_settings(context: click.Context, more: Mapping[str, Any] = MappingProxyType({})) -> Settings:
+    """Load the settings, with the command's options that are settings, and with `more`, by key: `proxy.port`.
 
     A value of None is not set. Raises SettingsError, which names the option.
     """
     from ratchet.settings.load_settings import load
 
     names = {getattr(one, "key", one.name): one.opts[0] for one in context.command.params}
-    values = given_settings(context) if values is None else values
-    options = {
-        tuple(key.split(".")): (names.get(key) or names.get(key.rpartition(".")[2], f"option for {key}"), value)
-        for key, value in values.items()
-    }
-    return load(context.obj, options)
+    values = _given(context, more).items()
+    return load(
+        context.obj, {tuple(key.split(".")): (names.get(key, f"option for {key}"), value) for key, value in values}
+    )
 
 
-def given_settings(context: click.Context) -> dict[str, Any]:
-    """Return the values of the command's options that are settings, by their keys."""
-    return {one.key: context.params[one.name or ""] for one in context.command.params if isinstance(one, Setting)}
+def _given(context: click.Context, more: Mapping[str, Any]) -> dict[str, Any]:
+    settings = (one for one in context.command.params if isinstance(one, Setting))
+    return {one.key: context.params[one.name or ""] for one in settings} | dict(more)
 
 
 def settings_file(context: click.Context) -> Path | None:
@@ -172,24 +169,23 @@ def settings_file(context: click.Context) -> Path | None:
     return given or (Path(CONFIG_FILE) if Path(CONFIG_FILE).is_file() else None)
 
 
-def read_project_settings(context: click.Context, values: Mapping[str, Any] | None = None) -> Settings:
+def read_project_settings(context: click.Context, more: Mapping[str, Any] = MappingProxyType({})) -> Settings:
     """Load the settings with agents and store of the project's current or last run; options win.
 
     Raises SettingsError.
     """
     from ratchet.settings.load_settings import with_last_run
 
-    values = given_settings(context) if values is None else values
-    given = {key for key, value in values.items() if value is not None}
-    return with_last_run(read_settings(context, values), given)
+    given = {key for key, value in _given(context, more).items() if value is not None}
+    return with_last_run(read_settings(context, more), given)
 
 
-def read_agent_settings(context: click.Context, values: Mapping[str, Any] | None = None) -> Settings:
+def read_agent_settings(context: click.Context, more: Mapping[str, Any] = MappingProxyType({})) -> Settings:
     """Load the settings of one agent as `read_project_settings` does: `model` names it, else it is the only one.
 
     Raises SettingsError.
     """
-    return one_agent(read_project_settings(context, values))
+    return one_agent(read_project_settings(context, more))
 
 
 def with_settings(read: Callable[[click.Context], Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -267,11 +263,6 @@ def open_store_for_command(url: str, *, create: bool = False) -> closing[Store]:
     from ratchet.store.store import open_store
 
     return closing(open_store(url, create=create))
-
-
-def open_project_store(context: click.Context, **options: Any) -> closing[Store]:
-    """Open the store of the project's current or last run, which exists; options win. Raises SettingsError."""
-    return open_store_for_command(read_project_settings(context, options).store_url)
 
 
 class PluginGroup(click.Group):

@@ -307,8 +307,7 @@ def calibrate(context: click.Context, settings: Settings, truth: Any, limit: int
 
     verifying: Any = nullcontext()
     if truth is not None:
-        named = options.given_settings(context) | {"trainer.judge": truth}
-        verifying = _judge(options.read_project_settings(context, named))
+        verifying = _judge(options.read_project_settings(context, {"trainer.judge": truth}))
     compared = []
     with options.open_store_for_command(settings.store_url) as store, _judge(settings) as made, verifying as verifier:
         groups = [group for group in _groups(store, limit) if len(group.members) > 1]

@@ -62,13 +62,10 @@ def list_policies(store: Store, model: str | None) -> None:
     Example:
       ratchet policies list --model mail --json
     """
+    from ratchet.store.reports.version_reports import list_versions
+
     options.check_alias(store, model)
-    decided = store.decisions.latest(model)
-    learnt = {(one.alias, one.version) for one in store.deletions.versions_with_deleted_data()}
-    found = [
-        (one, decided.get((one.alias, one.version)), (one.alias, one.version) in learnt)
-        for one in store.policies.all(model)
-    ]
+    found = list_versions(store, model)
     show(
         [plain(one, decision=decision, trained_on_deleted=deleted) for one, decision, deleted in found],
         (line for one in found for line in _policy_lines(*one)),

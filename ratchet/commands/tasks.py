@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output import show
+from ratchet.output import prints_json, show
 
 if TYPE_CHECKING:
     from ratchet.tuner.tasks import ImportedTasks
@@ -35,7 +35,7 @@ def tasks() -> None:
 @click.option("-n", "count", type=click.IntRange(1, 10_000), default=2, show_default=True, help="Number of rows.")
 @options.project
 @click.pass_context
-def preview(context: click.Context, source: str, split: str, count: int, project: str | None) -> None:
+def preview(context: click.Context, source: str, split: str, count: int, **_: Any) -> None:
     """Print the first rows of a task set as a JSON list.
 
     \b
@@ -49,7 +49,7 @@ def preview(context: click.Context, source: str, split: str, count: int, project
 
     # A file needs no settings; reading them takes longer than reading rows.
     is_file = bool(ending(Path(source))) and Path(source).is_file()
-    found = TaskSet.open(source) if is_file else _imported(context, project).open(source)
+    found = TaskSet.open(source) if is_file else _imported(context).open(source)
     rows = found.preview(split, count)
     click.echo(_visible(json.dumps(rows, indent=2, ensure_ascii=False)))
 
@@ -64,15 +64,9 @@ def preview(context: click.Context, source: str, split: str, count: int, project
 @options.as_json
 @click.pass_context
 def import_(
-    context: click.Context,
-    source: str,
-    name: str | None,
-    replace: bool,
-    test_size: float | None,
-    seed: int | None,
-    project: str | None,
-    as_json: bool,
-) -> None:
+    context: click.Context, source: str, name: str | None, replace: bool, test_size: float | None, seed: int | None,
+    **_: Any,
+) -> None:  # fmt: skip
     """Copy a task set into the project's state folder, atomically; equal rows are stored once.
 
     \b
@@ -89,9 +83,9 @@ def import_(
         opened = opened.split(1 - test_size, seed or 0)
     with progress_bars() as report_progress:
         on_row = _every(_ROWS_PER_UPDATE, lambda rows: report_progress("importing", rows, None))
-        made = _imported(context, project).add(opened, name or opened.name, replace=replace, on_row=on_row)
+        made = _imported(context).add(opened, name or opened.name, replace=replace, on_row=on_row)
     show(made, [f"{made.name}: {_counts(made.splits)}"])
-    if as_json:
+    if prints_json():
         return
     for split, rows in made.duplicates.items():
         click.echo(f"{rows} rows of {split} are duplicates and were skipped", err=True)
@@ -103,23 +97,23 @@ def import_(
 @options.project
 @options.as_json
 @click.pass_context
-def list_(context: click.Context, project: str | None, as_json: bool) -> None:
+def list_(context: click.Context, **_: Any) -> None:
     """List the imported task sets.
 
     \b
     Example:
       ratchet tasks list
     """
-    found = _imported(context, project).all()
+    found = _imported(context).all()
     show(found, (f"{one.name}  {_counts(one.splits)}  from {one.source}" for one in found))
-    if not found and not as_json:
+    if not found and not prints_json():
         click.echo("no task set is imported: use `ratchet tasks import SOURCE --name NAME`", err=True)
 
 
-def _imported(context: click.Context, project: str | None) -> ImportedTasks:
+def _imported(context: click.Context) -> ImportedTasks:
     from ratchet.tuner.tasks import ImportedTasks
 
-    return ImportedTasks(options.read_settings(context, {"project": project}).state.tasks)
+    return ImportedTasks(options.read_settings(context).state.tasks)
 
 
 def _every(count: int, call: Callable[[int], None]) -> Callable[[], None]:

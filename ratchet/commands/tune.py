@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ratchet import options
-from ratchet.output import format_time, print_json, print_note, show
+from ratchet.output import format_time, print_json, print_note, prints_json, show
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
@@ -63,7 +63,7 @@ def with_agent(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def print_result(data: Any, printed: Callable[[], object]) -> None:
     """Print a result: as JSON with --json, else by `printed`."""
-    if click.get_current_context().params["as_json"]:
+    if prints_json():
         print_json(data)
     else:
         printed()
@@ -195,20 +195,20 @@ def prompt(
 
     if resume is not None:
         tune_prompt.check_resumption(resume, given)
-        run, found = tune_prompt.resume_run(options.read_project_settings(context), resume)
+        settings = options.read_project_settings(context)
+        run, found = tune_prompt.resume_run(settings, resume)
     else:
-        values = options.given_settings(context)
-        values |= tune_prompt.reflection_setting(given["reflection_url"], given["reflection_model"])
+        more = tune_prompt.reflection_setting(given["reflection_url"], given["reflection_model"])
         model, file = given["model"], given["seed_prompt"]
-        settings = options.read_project_settings(context, values)
+        settings = options.read_project_settings(context, more)
         if model not in settings.listed_models:
-            settings, model = options.read_agent_settings(context, values | {"model": model}), None
+            settings, model = options.read_agent_settings(context, more | {"model": model}), None
         elif promote:
             raise click.UsageError(f"--promote: {model} is a model of model_list and has no versions; use --out FILE")
         run, found = tune_prompt.start_run(settings, None if file is None else file.read_text(), model=model)
     better, version = found.details["verdict"] == "better", None
     if promote and better:
-        with options.open_project_store(context, store=given["store"], project=given["project"]) as store:
+        with options.open_store_for_command(settings.store_url) as store:
             version = runs.create_candidate(store, run)
     if out is not None:
         out.write_text(found.details["prompt"])
@@ -307,8 +307,7 @@ def weights(settings: Settings, *, png: Path | None, fail_unless_better: bool, *
     from ratchet.api.tune import tune_weights
     from ratchet.tuner.reports import plain
 
-    is_json = click.get_current_context().params["as_json"]
-    result = tune_weights(settings, own, announce=print_note if is_json else click.echo)
+    result = tune_weights(settings, own, announce=print_note if prints_json() else click.echo)
     print_result(plain(result), lambda: reports.show_weights(result))
     draw(reports.draw_weights, result, png)
     return EXIT_NOT_BETTER if fail_unless_better and result.best is None else 0
@@ -363,9 +362,7 @@ def report(
 
 @tune.command()
 @click.option("--method", type=click.Choice(KINDS), help="Only runs of this method.")
-@click.option(
-    "--limit", type=click.IntRange(1, _MAX_RUNS), default=20, show_default=True, help="Maximum number of runs."
-)
+@options.number("--limit", 20, "Maximum number of runs.", most=_MAX_RUNS)
 @options.as_json
 @options.with_store
 def runs(store: Store, method: str | None, limit: int) -> None:

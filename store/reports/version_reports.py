@@ -11,7 +11,17 @@ from ratchet.store.records import BASE_VERSION
 from ratchet.store.states import SERVING, PolicyAction, PolicyState
 
 if TYPE_CHECKING:
+    from ratchet.store.records import Decision, Policy
     from ratchet.store.store import Store
+
+
+def list_versions(store: Store, alias: str | None = None) -> list[tuple[Policy, Decision | None, bool]]:
+    """Return the versions, oldest first, each with its newest decision, and whether its data was deleted."""
+    decided = store.decisions.latest(alias)
+    learnt = {(one.alias, one.version) for one in store.deletions.versions_with_deleted_data()}
+    named = [((policy.alias, policy.version), policy) for policy in store.policies.all(alias)]
+    return [(policy, decided.get(name), name in learnt) for name, policy in named]
+
 
 # Which versions of an agent serve, and what is known about the release: for `ratchet status`, the API and the console.
 #

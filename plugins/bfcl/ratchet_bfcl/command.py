@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
+from ratchet.output import show
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
@@ -38,20 +39,8 @@ if TYPE_CHECKING:
 @options.alias
 @options.project
 @options.as_json
-@click.pass_context
-def bfcl(
-    context: click.Context,
-    /,
-    versions: tuple[str, ...],
-    proxy: str | None,
-    environment: Path | None,
-    setup: bool,
-    as_json: bool,
-    store: str | None,
-    model: str | None,
-    project: str | None,
-    **given: Any,
-) -> None:
+@options.with_settings(options.read_agent_settings)
+def bfcl(settings: Settings, versions: tuple[str, ...], environment: Path | None, setup: bool, **given: Any) -> None:
     """Measure function calling with the benchmark BFCL: the same entries for each version, compared entry by entry.
 
     Default versions: the base model (version 0) and the live one. The calls are never trained. The package bfcl-eval
@@ -63,7 +52,6 @@ def bfcl(
     """
     from ratchet_bfcl.evaluation import VERSION, find, set_up
 
-    settings = options.read_agent_settings(context, {"project": project, "store": store, "model": model})
     folder = environment or settings.state_dir.absolute() / "environments" / f"bfcl-{VERSION}"
     if settings.model in versions:
         raise click.UsageError(f"{settings.model} is the trained alias: name a version, {settings.model}@0")
@@ -74,15 +62,12 @@ def bfcl(
             return
     else:
         python = find(folder)
-    request = _request(given)
+    request, proxy = _request(given), click.get_current_context().params["proxy"]
     with options.open_store_for_command(settings.store_url) as opened:
         found, ranked = _evaluate(opened, settings, versions or _both(opened, settings.model), python, request, proxy)
-    if as_json:
-        from ratchet.tuner.reports import plain
+    from ratchet.tuner.reports import plain
 
-        options.print_json(plain(found))
-    else:
-        click.echo("\n".join(_lines(found, ranked)))
+    show(plain(found), _lines(found, ranked))
 
 
 def _request(given: dict[str, Any]) -> BfclRequest:

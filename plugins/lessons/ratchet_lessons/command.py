@@ -8,16 +8,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output import strip_control_characters
+from ratchet.output import print_json, prints_json, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet_lessons.lessons import LearnedLessons
 
 
 @click.command()
-@click.option("--failure-threshold", type=float, help="A task with a lower mean score failed.  [default: 0.5]")
-@click.option("--min-failures", type=click.IntRange(1), help="Minimum failed tasks of a family.  [default: 3]")
-@click.option(
+@options.setting(
+    "tuner.lessons.failure_threshold",
+    "--failure-threshold",
+    type=float,
+    help="A task with a lower mean score failed.  [default: 0.5]",
+)
+@options.setting(
+    "tuner.lessons.min_failures",
+    "--min-failures",
+    type=click.IntRange(1),
+    help="Minimum failed tasks of a family.  [default: 3]",
+)
+@options.setting(
+    "tuner.lessons.share",
     "--share",
     type=click.FloatRange(0, 1, True, True),
     help="Share of new trajectories that get the lessons.  [default: 0.5]",
@@ -30,7 +41,9 @@ if TYPE_CHECKING:
 @options.project
 @options.as_json
 @click.pass_context
-def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: Any) -> None:
+def lessons(
+    context: click.Context, /, reflection_url: str | None, reflection_model: str | None, dry_run: bool, **_: Any
+) -> None:
     """Derive lessons from failed rollouts with a language model and try them on half of the live traffic.
 
     Each task family gets a short list, which the proxy appends to the system prompt of that family's calls. The lessons
@@ -42,11 +55,12 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big
     """
     from ratchet.api.run_lease import RunLease
+    from ratchet.api.tune_prompt import reflection_setting
     from ratchet.settings.setting_errors import readable_errors
     from ratchet.trainer.controller.judges.language_model import LanguageModel, key_of_model
     from ratchet_lessons.lessons import LessonSettings, check, learn, start_ramp
 
-    settings = options.read_agent_settings(context, _named(given))
+    settings = options.read_agent_settings(context, reflection_setting(reflection_url, reflection_model))
     tuner, alias = settings.tuner, settings.model
     with readable_errors(settings._sources, LessonSettings, "tuner", "lessons"):
         chosen = LessonSettings(**tuner.lessons)
@@ -69,8 +83,8 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
                     store.tunings.end(run, "done", learned.plain() | {"promoted": f"{alias}@{version}"})
     finally:
         model.close()
-    if as_json:
-        options.print_json(learned.plain() | {"run": run, "version": version})
+    if prints_json():
+        print_json(learned.plain() | {"run": run, "version": version})
         return
     _show(learned)
     if version is not None:
@@ -78,16 +92,6 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
             f"ramp {alias}@{version} at {chosen.share:.0%}: the running trainer decides; "
             f"follow it with `ratchet policies show {alias}`"
         )
-
-
-def _named(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options by the names of their settings."""
-    from ratchet.api.tune_prompt import reflection_setting
-
-    reflection = reflection_setting(given.pop("reflection_url"), given.pop("reflection_model"))
-    own = ("failure_threshold", "min_failures", "share")
-    named = {f"tuner.lessons.{key}" if key in own else key: value for key, value in given.items()}
-    return named | reflection
 
 
 def _show(learned: LearnedLessons) -> None:

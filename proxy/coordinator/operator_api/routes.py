@@ -36,6 +36,7 @@ from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.content.messages import path
 from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreError, StoreUnavailable
 from ratchet.store.records import AnswerTraining, Call, Choice, JudgeRequest, unpack_halves, unpack_ids, unpack_logprobs
+from ratchet.store.reports.version_reports import list_versions
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 
@@ -260,11 +261,11 @@ def _add_policies(api: FastAPI, store: Store) -> None:
     @api.get("/policies")
     def policies(alias: str | None = None) -> Response:
         """Policy versions, oldest first, each with its newest decision, and whether its data was deleted."""
-        decided = {key: plain(decision) for key, decision in store.decisions.latest(alias).items()}
-        learnt = {(one.alias, one.version) for one in store.deletions.versions_with_deleted_data()}
-        names = [((policy.alias, policy.version), policy) for policy in store.policies.all(alias)]
         return page_response(
-            [plain(one) | {"decision": decided.get(name), "trained_on_deleted": name in learnt} for name, one in names]
+            [
+                plain(one) | {"decision": decision and plain(decision), "trained_on_deleted": deleted}
+                for one, decision, deleted in list_versions(store, alias)
+            ]
         )
 
     @api.get("/policies/{version}/decisions")
