@@ -137,7 +137,7 @@ def measure(rows: Sequence[Row]) -> dict[str, Any]:
     commonest sequences of tools, or answers of an agent without tools, with their shares of the rollouts.
     """
     low, high = wilson(sum(row["success"] for row in rows), len(rows))
-    commonest = Counter(_behavior(row) for row in rows).most_common(3)
+    commonest = Counter(_behaviour(row) for row in rows).most_common(3)
     return {
         "rollouts": len(rows),
         "success": _mean(row["success"] for row in rows),
@@ -151,7 +151,7 @@ def measure(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _behavior(row: Row) -> str:
+def _behaviour(row: Row) -> str:
     if not row["tools"] and row["end"] == "answer":
         return repr(row["answer"])
     return " > ".join([*row["tools"], *([] if row["end"] == "answer" else [f"({row['end']})"])])
@@ -235,7 +235,7 @@ def _tables(figures: Row) -> Iterator[Any]:
     has_tools = any(row["turns"] > 1 for row in rows)
     for row in rows:
         shown = [f"{name} {share:.0%}" for name, share in row["commonest"].items()]
-        row["behavior"] = ", ".join(shown[: 1 if has_tools else 3])
+        row["behaviour"] = ", ".join(shown[: 1 if has_tools else 3])
     yield _table(
         "Versions: training traffic, then held-out tasks, sampled at temperature 1 and greedily"
         + ("; read first: of the answers, those after reading a mail" if has_tools else ""),
@@ -243,7 +243,7 @@ def _tables(figures: Row) -> Iterator[Any]:
             "policy={policy}", "rollouts={rollouts}", "success={success:.3f}", "95% interval={low:.3f} to {high:.3f}",
             *(("turns={turns:.2f}", "failures={tool_failures:.2f}", "read first={read_first:.0%}")
               if has_tools else ()),
-            "commonest behavior={behavior}",
+            "commonest behaviour={behaviour}",
         ),
         rows,
     )  # fmt: skip
