@@ -404,12 +404,12 @@ def main() -> None:
     import uvicorn
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("place", type=int, nargs="?")
+    parser.add_argument("place", nargs="?")  # a port, or the model that vLLM would serve
     parser.add_argument("--port", type=int)
     parser.add_argument("--served-model-name", default="tiny-base")
     given, _ = parser.parse_known_args()
     app = ScriptedVllm(base=given.served_model_name)
-    uvicorn.run(app, port=given.port or given.place, http="httptools", loop="uvloop", log_level="critical")
+    uvicorn.run(app, port=given.port or int(given.place), http="httptools", loop="uvloop", log_level="critical")
 
 
 if __name__ == "__main__":
