@@ -122,7 +122,8 @@ def tokens_of_a_trajectory(turns: int = 10, prompt: int = 400, answer: int = 60,
 
 
 def _call(turn: int, prompt: int, answer: int) -> Call:
-    choice = Choice(0, "stop", pack_ids([5] * answer), pack_logprobs([-1.0] * answer))
+    ids, logprobs = pack_ids([5] * answer), pack_logprobs([-1.0] * answer)
+    choice = Choice(index=0, finish_reason="stop", token_ids=ids, logprobs=logprobs)
     return Call(
         id=str(turn), trajectory_id="t", state=CallState.ANSWERED, alias="a", version=1, dialect="chat", streamed=False,
         linked_by="root" if turn == 0 else "path", parent_call=str(turn - 1) if turn else None, parent_choice=0,

@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.trainer.controller.collect.collector import feedback_wait_of
-from ratchet.trainer.controller.judges.judgement import Judge
-from ratchet.trainer.controller.judges.kinds.combined import compares
+from ratchet.trainer.controller.judges.judgement import Judge, compares
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import gives_only_ranks, read_spec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings

@@ -12,8 +12,8 @@ from ratchet.trainer.controller.sentinel import sentinel
 from ratchet.trainer.controller.sentinel.checks import read_behavior
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
+from tests.harness import records
 from tests.harness.records import answered_trajectory, call_start, ended
-from tests.harness.trainer import tool_records
 from tests.harness.trainer.agents import damage_tokens
 
 EAGER = SentinelSettings(interval_seconds=1.0)
@@ -22,7 +22,7 @@ EAGER = SentinelSettings(interval_seconds=1.0)
 def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, alias: str = "agent") -> None:
     """A trajectory whose only call called a tool so many times, with this result."""
     answered_trajectory(store, name, alias=alias)
-    tool_records.tool_called(store, name, result, times, alias)
+    records.tool_called(store, name, result, times, alias)
 
 
 def test_a_sick_tool_holds_training_and_a_mended_one_lets_it_go_on(
