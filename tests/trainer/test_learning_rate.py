@@ -465,7 +465,9 @@ def test_one_vote_does_not_move_the_policy_as_a_whole_round_does(tiny_model: Pat
 
 def test_status_says_what_the_next_round_waits_for(store: Store) -> None:
     judged_group(store, ["a", "b"], [0.0, 1.0])
-    settings = Settings(model="agent", trainer={"judge": "a:b", "groups_per_round": 12, "min_groups_per_round": 3})
+    settings = Settings.of(
+        {"model": "agent", "trainer": {"judge": "a:b", "groups_per_round": 12, "min_groups_per_round": 3}}
+    )
     waits = next_round(store, settings)
     assert waits is not None
     assert next_round_line(waits) == "1 of 12 groups judged; it starts with fewer after 600 s, but with 3 at least"
