@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ratchet.api.arguments import AnyJudge, AnyWorkflow, Tasks, read_arguments
 from ratchet.api.context import judge_of, open_store, opened, run_services, workflow_of
@@ -43,7 +43,7 @@ from ratchet.tuner.weights.trajectory_groups import (
     read_given,
 )
 
-Scenarios = Iterable[Mapping[str, Any]] | Tasks
+Scenarios: TypeAlias = Iterable[Mapping[str, Any]] | Tasks
 _GATHER = "gather"
 _CANDIDATE = "gathered"
 
