@@ -139,7 +139,7 @@ def test_interrupted_cells_leave_nothing_running_and_their_run_is_resumed(projec
     notebook.write_text(json.dumps({"cells": cells}))
     with model_project(project) as circle:
         _, waited, after_wait, awaited, after_await, resumed, shown = run(
-            notebook, project.folder, "ten more", URL=f"{circle.url}/v1"
+            notebook, project.folder, "ten more", URL=f"{circle.models.url}/v1"
         )
         compared, evaluated = sorted(circle.store.tunings.page(), key=lambda one: one.kind)[::-1][:2]
     bars = [text for text in waited["shown"] if "rollouts" in text]

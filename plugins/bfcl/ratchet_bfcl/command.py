@@ -97,11 +97,12 @@ def _evaluate(
     """Evaluate each version and store the result."""
     import msgspec
 
-    from ratchet.api.context import first_api_key, proxy_of
+    from ratchet.api.context import proxy_of
     from ratchet.api.run_lease import RunLease
     from ratchet.output import progress_bars
     from ratchet.tuner.reports import plain
     from ratchet.tuner.rollouts.prices import prices_of
+    from ratchet.tuner.rollouts.runner import first_api_key
     from ratchet_bfcl.evaluation import ranking, result, run_package
 
     base_url = f"{(proxy or proxy_of(settings)).rstrip('/').removesuffix('/v1')}/v1"
