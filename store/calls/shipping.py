@@ -154,7 +154,7 @@ _START_COLUMNS, _start_values = _shared(CallStarted, schema.calls)
 _ENDED_COLUMNS, _ended_values = _shared(CallEnded, schema.calls)
 _CHOICE_COLUMNS, _choice_values = _shared(Choice, schema.choices)
 _NO_END = {"state": CallState.STARTED, "context": "root", "prompt_ids": b"", "prompt_tokens": 0, "completion_tokens": 0}
-_NOT_ENDED = tuple(map(_NO_END.get, _ENDED_COLUMNS))
+_NOT_ENDED = tuple(_NO_END.get(name) for name in _ENDED_COLUMNS)
 
 _ACTIVE = (
     sa.update(schema.trajectories)

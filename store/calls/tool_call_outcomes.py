@@ -81,8 +81,8 @@ class ToolCallVerbs(Verbs):
         query = sa.select(*by, sa.func.count().label("n")).where(matches(_rows, alias=alias, version=version))
         outcomes: defaultdict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
         results: defaultdict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
-        for *names, outcome, result, count in self._rows(query.group_by(*by)):
-            key = tuple(names)
+        for alias_of, version_of, tool, outcome, result, count in self._rows(query.group_by(*by)):
+            key = (alias_of, version_of, tool)
             outcomes[key][outcome] += count
             if result is not None:
                 results[key][result] += count

@@ -70,7 +70,8 @@ def table_of(
         hints |= (before or {}).get(field, {})
         hints |= {} if field in left_out else {field: fields[field]}
     keys = key.split()
-    columns, rules = [], []
+    columns: list[sa.Column[Any]] = []
+    rules: list[sa.CheckConstraint] = []
     for column, hint in (hints | further).items():
         kind, states, optional = _kind_of(hint)
         links = [_reference(references[column])] if references and column in references else []
