@@ -222,8 +222,12 @@ def _parts(answer: Any) -> Mapping[str, Any]:
 
 def last_answer(member: Transcript) -> str:
     """Return the text of the last assistant message, "" if there is none."""
-    none: Mapping[str, Any] = {}
-    content = next((m for m in reversed(member.messages) if m.get("role") == "assistant"), none).get("content")
+    return next((text_of(one) for one in reversed(member.messages) if one.get("role") == "assistant"), "")
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, without reasoning fields."""
+    content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
     return content if isinstance(content, str) else ""

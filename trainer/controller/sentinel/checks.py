@@ -13,6 +13,7 @@ from typing import Any
 
 from ratchet.store.records import ToolCall, Transcript
 from ratchet.store.states import ToolOutcome, ToolResult
+from ratchet.trainer.controller.judges.judgement import text_of
 from ratchet.trainer.observability.metrics import Finding
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import MIN_SIGMAS, MIN_VALUES, share_change
@@ -136,14 +137,6 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 def name_of(tool: Mapping[str, Any]) -> str:
     """Return the name of a tool, or of the tool that a call names; "" without one."""
     return str(function_of(tool).get("name") or "")
-
-
-def text_of(message: Message) -> str:
-    """Return the text of a message, without reasoning fields."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
-    return content if isinstance(content, str) else ""
 
 
 def is_empty(message: Message) -> bool:
