@@ -17,7 +17,8 @@ from ratchet.store.reports.learning_report import (
     record_judge_scale,
 )
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.kinds.combined import CompositeJudge, Part, compares, judge_in_both_orders
+from ratchet.trainer.controller.judges.judgement import compares
+from ratchet.trainer.controller.judges.kinds.combined import CompositeJudge, Part, judge_in_both_orders
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
 from ratchet.trainer.controller.judges.language_model import LanguageModel
