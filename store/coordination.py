@@ -273,7 +273,9 @@ class JobProgressVerbs(Verbs):
         """Replace the progress of some phases, in one transaction."""
         rows = [msgspec.structs.asdict(one) for one in progress]
         table = schema.job_progress
-        new = {column: sa.bindparam(f"new_{column.name}") for column in table.c if not column.primary_key}
+        new: dict[Any, Any] = {
+            column: sa.bindparam(f"new_{column.name}") for column in table.c if not column.primary_key
+        }
         mine = matches(table, alias=sa.bindparam("new_alias"), phase=sa.bindparam("new_phase"))
         with write(self._engine) as connection:
             insert_or_ignore(connection, table, rows)

@@ -92,7 +92,7 @@ class Verbs:
             return list(connection.scalars(statement.returning(column)))
 
 
-def matches(table: sa.Table | sa.Alias, **values: Any) -> sa.ColumnElement[bool]:
+def matches(table: sa.FromClause, **values: Any) -> sa.ColumnElement[bool]:
     """Return the condition that columns have these values, or one of several; None: any value."""
     conditions = [
         table.c[name].in_(value)

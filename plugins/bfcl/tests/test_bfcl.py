@@ -14,7 +14,8 @@ import pytest
 from starlette.types import Receive, Send
 
 from ratchet.store.store import Store, open_store
-from ratchet_bfcl.evaluation import TrainerError, find, set_up
+from ratchet.trainer.errors import TrainerError
+from ratchet_bfcl.evaluation import find, set_up
 from tests.harness.cli.project import Project
 from tests.harness.clients.program import HOME, SKIP
 from tests.harness.proxy.running_proxy import Proxy, running
