@@ -35,7 +35,7 @@ def tasks() -> None:
 @click.option("-n", "count", type=click.IntRange(1, 10_000), default=2, show_default=True, help="Number of rows.")
 @options.project
 @click.pass_context
-def preview(context: click.Context, source: str, split: str, count: int, **_: Any) -> None:
+def preview(context: click.Context, /, source: str, split: str, count: int, **_: Any) -> None:
     """Print the first rows of a task set as a JSON list.
 
     \b
@@ -64,7 +64,7 @@ def preview(context: click.Context, source: str, split: str, count: int, **_: An
 @options.as_json
 @click.pass_context
 def import_(
-    context: click.Context, source: str, name: str | None, replace: bool, test_size: float | None, seed: int | None,
+    context: click.Context, /, source: str, name: str | None, replace: bool, test_size: float | None, seed: int | None,
     **_: Any,
 ) -> None:  # fmt: skip
     """Copy a task set into the project's state folder, atomically; equal rows are stored once.
@@ -97,7 +97,7 @@ def import_(
 @options.project
 @options.as_json
 @click.pass_context
-def list_(context: click.Context, **_: Any) -> None:
+def list_(context: click.Context, /, **_: Any) -> None:
     """List the imported task sets.
 
     \b
