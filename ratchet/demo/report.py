@@ -42,6 +42,8 @@ def read_results(store: Store, alias: str, folder: Path, about: Row, seconds: Ma
         "held_out_tasks": after["tasks"],
         "held_out_success_before": before["sampled"]["success"],
         "held_out_success_after": after["sampled"]["success"],
+        "held_out_greedy_before": before["greedy"]["success"],
+        "held_out_greedy_after": after["greedy"]["success"],
         "learned": after["sampled"]["low"] > before["sampled"]["high"],  # the two 95% intervals do not overlap
         "seconds_total": round(sum(seconds.values()), 2),
         "seconds_by_stage": {name: round(value, 2) for name, value in seconds.items()},
