@@ -217,7 +217,7 @@ class _Layers:
 
     def _agent_named(self, part: str, source: str) -> str:
         """Return the agent that a part of a variable's name means. Raises SettingsError unless it is exactly one."""
-        agents = sorted(self.values.get(AGENTS[0], {}))
+        agents: list[str] = sorted(self.values.get(AGENTS[0], {}))
         meant = [agent for agent in agents if re.sub(r"[^a-z0-9]", "_", agent.lower()) == part]
         if len(meant) == 1:
             return meant[0]
