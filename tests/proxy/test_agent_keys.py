@@ -29,7 +29,7 @@ def test_a_limited_key_calls_its_agents_only(start: Start, store: Store, path: s
     for agent, code in (("mail", 200), ("code@0", 200), ("support", 404), ("support@0", 404), ("Support", 404)):
         answer = call(proxy, agent, path, key, stream=stream)
         assert answer.status_code == code, answer.text
-        if status == 404:
+        if code == 404:
             error = answer.json()["error"]
             assert "or this key has no access to it" in error["message"]
             assert "support" not in error["message"].replace(repr(agent), "")
