@@ -61,6 +61,19 @@ def test_every_file_says_what_it_is_and_stays_short() -> None:
     assert not [name for name, text in texts.items() if len(text.splitlines()) > 700], "these are over 700 lines"
 
 
+def test_a_file_that_a_text_of_the_product_names_exists() -> None:
+    users = {"my_agent.py", "path/file.py", "file.py", "math.py", "logging.py", "transformers_weight_conversion.py"}
+    files = [f"/{name}" for name in house.files()]
+    named = [
+        f"{path}: {name}"
+        for path in _modules()
+        if path.startswith(("proxy/", "ratchet/", "store/", "trainer/", "tuner/"))
+        for name in re.findall(r"(?<![\w./-])[\w/]+\.py\b", (ROOT / path).read_text())
+        if name not in users and not any(file.endswith(f"/{name}") for file in files)
+    ]
+    assert not named
+
+
 def test_every_class_name_is_defined_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for name in house.files():

@@ -345,7 +345,7 @@ def _sentence(error: Exception) -> str:
 # file and line. Rows are JSON objects, CSV rows by their header (all text), lines of text as {"text": line}, Parquet
 # rows by column. Bytes and numbers that are not finite are refused.
 #
-# `datasets.load_dataset` reads data sets of the hub (`hub_reader.py`), not local files. Measured with datasets 5.2, it
+# `datasets.load_dataset` reads data sets of the hub, not local files. Measured with datasets 5.2, it
 # changes rows: missing keys become null, 1 becomes 1.0, dates in text become datetimes, 007 in CSV becomes 7.0, short
 # CSV rows are filled, repeated columns renamed. Its errors have no line ("JSON parse error in row 1" of a block), a
 # path with [1] is read as a pattern and not found, and the first file of 20,000 rows takes 3.5 s of CPU instead of 0.2

@@ -8,23 +8,24 @@ The life of a version (states of `ratchet.store.states.PolicyState`):
         |       proof.py           prove by logprobs that vLLM serves what the trainer made
         |           wrong          -> rejected, with an alarm
         |           undecided      -> unproven: serves nobody, training continues from it
-        |       invariants_check.py   both versions answer recent prompts, in the background; no judge
-        |           invariants.py      clearly broken -> rejected, pure
-        |       evaluation_runner.py  compare it with the live version on held-out tasks, in the background
+        |       evaluation.py      both versions answer recent prompts, in the background; no judge
+        |           invariants.py  clearly broken -> rejected, pure
+        |       evaluation.py      compare it with the live version on held-out tasks, in the background
         |           worse          -> rejected
-        |       approval.py        the gain is too large, or a judge disagrees: a person decides
+        |       publisher.py       the gain is too large, or a judge disagrees: a person decides
         v
     ramp        it serves a share of new trajectories beside the live version and the anchor
-        |       outcome_counter.py     reads what trajectories came to; evidence.py, pure, bets on it
+        |       release_evidence.py    reads what trajectories came to; evidence.py, pure, bets on it
         |       policy.py              decides: end the ramp, roll back, move the anchor, change shares; pure
         |       release_controller.py  has the store carry the decision out
-        |       promotion_checks.py    before the end of a ramp: too large a gain, a second judge, the sentinel
+        |       release_controller.py  before the end of a ramp: too large a gain, a second judge, the sentinel
         v
     live        it serves the rest of new trajectories
         v
     holdback    it was live, and is the anchor that later versions are compared with
         v
-    retired     publisher.py unloads its adapter when no trajectory needs it; retention.py names the folders to delete
+    retired     publisher.py unloads its adapter when no trajectory needs it; release_controller.py names the folders
+                to delete
 
 The controller drives this: it asks for the next candidate, publishes it, and has the release
 controller decide. Publisher and release controller do not know each other; both write their decisions to the store.

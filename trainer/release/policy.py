@@ -6,7 +6,8 @@
 
 A version is taken back when the evidence that the versions before it do better (`evidence.py`) reaches 1/alpha: in its
 ramp to the live version, later to the anchor. In fifty equal releases, at most 5% of the series see a rollback with
-alpha 0.001. The policy promises no more than that: which loss is found, and when, is in `detectable_loss.py`.
+alpha 0.001. The policy promises no more than that: which loss is found, and when, is `detectable_loss` in
+`evaluation.py`.
 
 One decision at a time: apply it and ask again, until the answer is to wait.
 """

@@ -1,4 +1,4 @@
-"""Renders conversations as token rows over standard input and output; the controller starts it (`chat_process.py`).
+"""Renders conversations as token rows over standard input and output; the controller starts it (`chat_rows.py`).
 
     python -m ratchet.trainer.rows.chat_rows_program MODEL          one JSON value per line
 

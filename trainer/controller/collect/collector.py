@@ -66,7 +66,7 @@ def _feedback_specs(spec: JudgeSpec) -> list[FeedbackSpec]:
 # RoleResolver: the role of each recorded call, and which trajectories have no call of a trained role.
 #
 # Consumes trajectories that wait for a group. Promises: each trajectory is read once, unless it continues; many in a
-# row without a trained role raise an alarm. `rows/roles.py` defines what a role is.
+# row without a trained role raise an alarm. `rows/token_row.py` defines what a role is.
 
 _MAX_CACHED = 10_000  # trajectories
 _ALARM_AFTER = 32  # trajectories in a row without a trained role
@@ -125,8 +125,8 @@ class RoleResolver:
 # TrajectoryCollector: seals trajectories; which of them become groups, get resamples first, or are dropped.
 #
 # Consumes open and sealed trajectories; produces ready groups, drops with their reasons, and resampling calls.
-# `grouping.py` decides which trajectories belong together, `cohorts.py` which ungrouped ones do, and `resampling` which
-# prompts can be sampled again. A plan that a new call overtakes is made again in the next step.
+# `grouping.py` decides which trajectories belong together, also of the ungrouped ones, and `resampling` which prompts
+# can be sampled again. A plan that a new call overtakes is made again in the next step.
 
 log = logging.getLogger(__name__)
 

@@ -154,7 +154,7 @@ def _opinion(content: bytes) -> DraftVerdict:
 
 # The caller judge: a function of the process that called `ratchet.tune`, such as a notebook's.
 #
-# That process serves it on the loopback interface by the HTTP judge's protocol (tuning/judge_server.py) and keeps port
+# That process serves it on the loopback interface by the HTTP judge's protocol (api/judge_server.py) and keeps port
 # and secret in a file that only its owner can read. The file is read for each group, so that a new process is found.
 # Nothing is sent before the other side has proven that it knows the secret, which itself is never sent: another program
 # may have the port by now. While no process proves that, the judge is `unavailable` and the trajectories wait, up to
