@@ -39,6 +39,7 @@ def wrap_routes(
     bodies = BodyMemory(
         Decompression(routes, settings.max_body_bytes),
         settings.max_inflight_request_bytes,
+        max(settings.max_inflight_request_bytes // 2, settings.max_body_bytes),
     )
     parallel = ParallelRequests(
         bodies,

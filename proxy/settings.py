@@ -220,7 +220,7 @@ class ProxySettings(BaseModel):
         2**30,
         ge=2**16,
         description="request bodies in flight, bytes; beyond it a request gets 503 with `retry-after`, and a key above "
-        "half of it 429; at least twice `max_body_bytes`",
+        "half of it 429; at least `max_body_bytes`",
     )
     max_connections: int = Field(4096, ge=1, description="concurrent client connections; beyond it a client gets 503")
     read_timeout_seconds: float = Field(
@@ -464,11 +464,11 @@ class ProxySettings(BaseModel):
 
     @model_validator(mode="after")
     def _body_fits(self) -> Self:
-        if self.max_inflight_request_bytes < 2 * self.max_body_bytes:
+        if self.max_inflight_request_bytes < self.max_body_bytes:
             raise ValueError(
-                f"max_inflight_request_bytes {self.max_inflight_request_bytes}, of which one key may use half, is less "
-                f"than twice max_body_bytes {self.max_body_bytes}, so that a body of that size could never be "
-                "accepted: raise max_inflight_request_bytes or lower max_body_bytes"
+                f"max_inflight_request_bytes {self.max_inflight_request_bytes} is less than max_body_bytes "
+                f"{self.max_body_bytes}, so that a body of that size could never be accepted: raise "
+                "max_inflight_request_bytes or lower max_body_bytes"
             )
         return self
 

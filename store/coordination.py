@@ -271,7 +271,7 @@ def _newest(kind: ActivityKind, table: sa.Table, column: sa.ColumnElement[Any]) 
 class JobProgressVerbs(Verbs):
     def update(self, progress: Sequence[JobProgress]) -> None:
         """Replace the progress of some phases, in one transaction."""
-        rows = [msgspec.structs.asdict(one) for one in progress]
+        rows = [msgspec.structs.asdict(one) | {"means": dict(one.means)} for one in progress]
         table = schema.job_progress
         new: dict[Any, Any] = {
             column: sa.bindparam(f"new_{column.name}") for column in table.c if not column.primary_key

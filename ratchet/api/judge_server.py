@@ -1,9 +1,9 @@
 """Serves judge functions of this process on the loopback interface, by the HTTP judge's protocol.
 
 So the trainer, which is another process, can use functions that it cannot import, such as those of a notebook. Port and
-secret are in a file that only this user can read; the caller judge of the trainer (judges/kinds/http_grader.py) reads it and
-signs its requests. Every server has a new port and secret, and a resumed run the same file: the trainer finds the new
-process there. Requests without a valid signature or length, or of over 64 MiB, are refused.
+secret are in a file that only this user can read; the caller judge of the trainer (judges/kinds/http_grader.py) reads
+it and signs its requests. Every server has a new port and secret, and a resumed run the same file: the trainer finds
+the new process there. Requests without a valid signature or length, or of over 64 MiB, are refused.
 """
 
 from __future__ import annotations

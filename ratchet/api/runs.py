@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import inspect
 import io
 import threading
 import time
@@ -39,6 +40,10 @@ def synchronous(function: Callable[_P, Coroutine[Any, Any, _T]]) -> Callable[_P,
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{run.__name__}(): {error}") from None
         return run_to_end(function(*args, **kwargs))
 
     run.__name__ = run.__qualname__ = function.__name__.removesuffix("_async")

@@ -37,8 +37,7 @@ def changed_agents(running: Settings, new: Settings) -> tuple[list[str], list[st
 
 def keys_for_restart(running: Settings, new: Settings) -> list[str]:
     """Return the keys that differ and are not applied while a service runs."""
-    before, after = (dict(_flat(one.given)) for one in (running, new))
-    before, after = ({key: one[key] for key in one if key.partition(".")[0] not in _APPLIED} for one in (before, after))
+    before, after = (dict(_flat(one.model_dump(mode="json", exclude=set(_APPLIED)))) for one in (running, new))
     return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
 
 

@@ -100,12 +100,16 @@ def load(
         if value is not None:
             layers.put(path, value, name)
     chosen = layers.choose_agent()
-    by_option = {path[1] for path, source in layers.sources.items() if path[0] == "trainer" and is_option(source)}
+    by_option = _trainer_keys_by_option(layers.sources)
     for entry in layers.values.get("agents", {}).values():  # an option such as --judge is stronger than an entry
         for key in by_option & entry.keys():
             del entry[key]
     settings = Settings.of(layers.values, layers.sources, environ)
     return settings if chosen is None else settings.for_agent(chosen)
+
+
+def _trainer_keys_by_option(sources: Mapping[tuple[str, ...], str]) -> set[str]:
+    return {path[1] for path, source in sources.items() if path[0] == "trainer" and is_option(source)}
 
 
 def load_agent(
@@ -142,7 +146,14 @@ def with_last_run(settings: Settings, given: Collection[str] = ()) -> Settings:
     found = {key: value for key, value in run.items() if key in _FROM_LAST_RUN and key not in given}
     if not settings._is_chosen and (agents or "model" in found):
         own = settings.given_in("agents")
-        found["agents"] = {name: own.get(name, entry) for name, entry in agents.items()}
+        by_option = _trainer_keys_by_option(settings._sources)
+        found["agents"] = {
+            name: own.get(name, {key: value for key, value in entry.items() if key not in by_option})
+            for name, entry in agents.items()
+        }
+        names = {*(agents or (found["model"],)), *settings.listed_models}
+        limits = {name: limit for name, limit in settings.proxy.agent_limits.items() if name in names}
+        found["proxy"] = {"agent_limits": limits, "fallbacks": settings.proxy.fallbacks.only(names)}
     judge = agents.get(settings.model, {}).get("judge") or (run.get("trainer") or {}).get("judge")
     if judge and not settings.has_judge:
         found["trainer"] = {"judge": judge}
@@ -260,8 +271,8 @@ class _Layers:
 
 def _read_file(file: Path) -> dict[Any, Any]:
     try:
-        text = file.read_text(encoding="utf-8")
-        content = (json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)) or {}
+        with file.open(encoding="utf-8") as stream:  # of a stream, YAML's errors quote no line: it may hold a secret
+            content = (json.load(stream) if file.suffix == ".json" else yaml.safe_load(stream)) or {}
     except OSError as error:
         raise SettingsError(f"{file}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:

@@ -288,7 +288,7 @@ def _answers(url: str) -> bool:
     """Return whether a GET of a child returns 200. Ignores HTTP proxies, and whose name a certificate has."""
     try:
         return httpx.get(url, timeout=_PROBE_TIMEOUT, trust_env=False, verify=False).status_code == httpx.codes.OK
-    except httpx.HTTPError:
+    except (httpx.HTTPError, httpx.InvalidURL):
         return False
 
 

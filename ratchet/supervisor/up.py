@@ -327,7 +327,7 @@ def reload_agents(new: Settings, note: Callable[[str], None]) -> Reloaded:
 def _check_judges(settings: Settings, names: list[str]) -> None:
     """Raise SettingsError if the trainer could not create the judge of one of these agents."""
     if settings.agents:
-        settings = settings.changed(agents={name: settings.given_in("agents")[name] for name in names})
+        settings = settings.model_copy(update={"agents": {name: settings.agents[name] for name in names}})
     preflight_checks.check_judges(settings, services.service_environment(settings))
 
 
@@ -342,11 +342,12 @@ def _register(settings: Settings, joined: list[str], known: str, store_url: str,
 
 def _not_applied(new: Settings, running: Settings) -> list[str]:
     """Return the keys that the user set otherwise than the project runs with. `up` chose those that are not set."""
+    running_values, new_values = running.model_dump(mode="json"), new.model_dump(mode="json")
     differ = []
     for path, source in new._sources.items():
         if path[0] in ("agents", "model") or source.startswith("-"):
             continue
-        have, want = _at(running.given, path), _at(new.given, path)
+        have, want = _at(running_values, path), _at(new_values, path)
         if have != want and MASK not in str(have):
             differ.append(".".join(path))
     return sorted(differ)

@@ -193,8 +193,8 @@ def _sample(url: str, name: str) -> str:
 
 
 def test_a_limit_below_the_largest_body_is_refused_with_both_names() -> None:
-    with pytest.raises(ValueError, match=r"max_inflight_request_bytes 300000, .* max_body_bytes 200000"):
+    with pytest.raises(ValueError, match=r"max_inflight_request_bytes 150000 .* max_body_bytes 200000"):
         ProxySettings(
             upstreams=("http://127.0.0.1:1",), model="agent", store="s", journal="j",
-            max_body_bytes=200_000, max_inflight_request_bytes=300_000,
+            max_body_bytes=200_000, max_inflight_request_bytes=150_000,
         )  # fmt: skip

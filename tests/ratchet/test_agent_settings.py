@@ -171,6 +171,21 @@ def test_the_agents_of_the_last_run_are_found_without_their_file(tmp_path: Path)
     assert edited.given["agents"]["mail"] == {"judge": "new:judge"}
 
 
+def test_an_option_is_stronger_than_the_last_runs_entries_and_limits_of_other_agents_do_not_matter(
+    tmp_path: Path,
+) -> None:
+    running = read(tmp_path, TWO)
+    running.state.make(min_free_disk_mb=0)
+    write_resolved_settings(running, running.state.resolved)
+    (tmp_path / "ratchet.yaml").write_text(
+        "proxy: {agent_limits: {later: {requests_per_minute: 9}}}\nagents: {later: }"
+    )
+    options = {("state_dir",): ("", str(tmp_path / "state")), ("trainer", "judge"): ("--judge", "mine:judge")}
+    settings = with_last_run(load(tmp_path / "ratchet.yaml", options, {}))
+    assert {agent.judge for agent in settings.agents.values()} == {FunctionSpec(function="mine:judge")}
+    assert settings.proxy.agent_limits == {}
+
+
 def test_a_last_run_of_one_agent_is_that_agents(tmp_path: Path) -> None:
     running = read(tmp_path, "model: mail\nbase_model: tiny")
     running.state.make(min_free_disk_mb=0)

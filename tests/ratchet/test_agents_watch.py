@@ -127,9 +127,11 @@ def test_reload_lets_an_agent_join_and_leave_a_project_that_is_up(project: Proje
     refused = project.call("reload")
     assert refused.returncode == 1
     assert "is not up: `ratchet up` starts it" in refused.stdout
-    project.write(agents={"mail": {}})
+    project.write(
+        agents={"mail": {}}, proxy=project.content["proxy"] | {"agent_limits": {"mail": {"requests_per_minute": 9}}}
+    )
     up = project.up()
-    project.write(agents={"mail": {}, "support": {"roles": ["writer"]}}, max_restarts=3)
+    project.write(agents={"mail": {}, "support": {"roles": ["writer"]}}, max_restarts=3, min_free_disk_mb=500)
     reloaded = project.call("reload")
     assert reloaded.returncode == 0, reloaded.stdout
     assert "agents: joined support" in reloaded.stdout

@@ -243,6 +243,8 @@ def test_a_synchronous_function_has_the_signature_and_the_text_of_the_asynchrono
     assert inspect.signature(at_once) == inspect.signature(waits)
     assert inspect.iscoroutinefunction(waits) > inspect.iscoroutinefunction(at_once)
     assert (at_once.__name__, at_once.__doc__) == (name.removesuffix("_async"), waits.__doc__)
+    with pytest.raises(TypeError, match=rf"^{at_once.__name__}\(\): "):
+        at_once(*[None] * 3, colour="red")
 
 
 def test_a_workflow_and_a_judge_are_tried_on_one_task() -> None:

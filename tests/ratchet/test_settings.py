@@ -130,6 +130,12 @@ def test_a_wrong_setting_names_its_place_and_the_nearest_key(
     assert "\n" not in str(error.value)
 
 
+def test_an_error_in_the_file_does_not_show_its_content(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="is not YAML") as error:
+        read(tmp_path, "vllm: {env: {HF_TOKEN: hf_secret, X: [}}")
+    assert "hf_secret" not in str(error.value)
+
+
 def _takes_a_float(kind: Any) -> bool:
     return kind is float or any(map(_takes_a_float, get_args(kind)))
 

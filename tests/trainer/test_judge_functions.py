@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from ratchet.store.records import ToolCall, ToolCallResult, Transcript
+from ratchet.store.records import ToolCall, ToolCallResult, Transcript, WorkflowResult
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.judgement import NO_RETURN, Judge
@@ -103,6 +103,13 @@ def verdicts_of(entry_point: str, members: Sequence[Transcript]) -> list[float |
     verdicts = judge.judge("g", members).verdicts
     judge.close()
     return [verdict.failure or verdict.score for verdict in verdicts]
+
+
+@pytest.mark.parametrize("name", ["plain", "later"])
+def test_a_trajectory_that_cannot_be_read_is_a_failed_verdict(file: Path, name: str) -> None:
+    broken = msgspec.structs.replace(member("Oslo"), returned=WorkflowResult(response="not JSON"))
+    failure, score = verdicts_of(f"{file}:{name}", [broken, member("Oslo")])
+    assert (str(failure).partition(":")[0], score) == ("JSONDecodeError", 1.0)
 
 
 def test_a_judge_is_named_by_a_file_as_a_workflow_is(file: Path) -> None:

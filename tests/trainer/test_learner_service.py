@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from ratchet.trainer.adapters import checkpoint
@@ -21,7 +22,7 @@ from ratchet.trainer.errors import (
     NoLearningSignal,
     SettingError,
 )
-from ratchet.trainer.learner_api import MSGPACK, Answer, TrainRequest, encode
+from ratchet.trainer.learner_api import MSGPACK, Answer, OpenRequest, TrainRequest, encode
 from ratchet.trainer.learner_client import LearnerAgent, LearnerConnection, RemoteLearner
 from ratchet.trainer.learner_service.compute_thread import Operation
 from ratchet.trainer.learner_service.fair_queue import MAX_LAG_SECONDS, MAX_SHORT_IN_A_ROW, FairQueue
@@ -32,6 +33,7 @@ from ratchet.trainer.learner_service.operations import (
     AgentSessions,
     LocalReferences,
     OnRows,
+    decode_request,
 )
 from ratchet.trainer.learner_service.process import ServiceAddress
 from ratchet.trainer.observability.progress import PhaseProgress, Progress
@@ -274,6 +276,13 @@ def test_refusals_name_the_remedy(
     with pytest.raises(LearnerServiceError, match="does not understand the request"):
         connection.post(f"/v1/sessions/{learner_of(connection)._opened()}/train", {"rows": 3})
     assert not any(verb == "train" for _, verb in host.ran)
+
+
+def test_settings_that_the_learners_machine_cannot_have_are_refused_as_settings() -> None:
+    request = msgspec.to_builtins(OpenRequest("mail", SETTINGS, None, 1.0, "1", {}))
+    body = encode(request | {"settings": request["settings"] | {"loss_type": "of_a_plug_in"}})
+    with pytest.raises(SettingError, match="loss_type"):
+        decode_request(body, OpenRequest)
 
 
 def test_checkpoints_are_written_only_where_the_learner_may(host: ScriptedHost, tmp_path: Path) -> None:

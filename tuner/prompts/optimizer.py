@@ -1,4 +1,4 @@
-"""Prompt optimizers: the protocol, and the plug-ins of `ratchet.prompt_optimizers` (gepa.py, the plug-in mipro, or a user's).
+"""Prompt optimizers: the protocol, and the plug-ins of `ratchet.prompt_optimizers` (gepa.py, mipro, or a user's).
 
 An optimizer proposes system prompts and requests their scores. It sees training and validation tasks only. The trials
 record every score (trials.py), so a search that is interrupted loses nothing. It calls no language model except the

@@ -70,7 +70,7 @@ class RolloutJob:
         return self.candidate, self.task.id, self.attempt, self.step
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RolloutRunner:
     """Runs one workflow through one proxy, which must use the same store.
 

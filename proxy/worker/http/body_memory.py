@@ -43,10 +43,10 @@ class BodyReservation:
 class BodyMemory:
     """The middleware."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_bytes_per_key: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._max_bytes_per_key = max_bytes // 2
+        self._max_bytes_per_key = max_bytes_per_key
         self._by_key: Counter[str] = Counter()
         self.bytes = 0
 

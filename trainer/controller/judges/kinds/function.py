@@ -112,7 +112,12 @@ class FunctionJudge(NamedJudge):
 
     def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
         started_at = time.perf_counter()
-        opinion = self.opinion_on(arguments(member))
+        try:
+            values = arguments(member)
+        except Exception as error:  # noqa: BLE001  such as a response that is not JSON
+            opinion = _failed(error)
+        else:
+            opinion = self.opinion_on(values)
         return self.record(opinion, group_id, member, latency=time.perf_counter() - started_at)
 
     async def _async_verdict(self, group_id: str | None, member: Transcript) -> Verdict:
