@@ -163,7 +163,7 @@ def _sentence(item: Any, sources: Mapping[Path, str], model: Any, section: Path)
         key, space, message = message.partition(" ")
         path = (*path[:-1], *key.split("."))
         message = f"{'.'.join(path)}{space}{message}"
-    elif path and item["type"] != "extra_forbidden":
+    elif path and item["type"] != "extra_forbidden" and sources.get(path) != f"--{path[-1]}":
         message = f"{'.'.join(path)}: {message}"
     source = next((sources[path[:end]] for end in range(len(path), 0, -1) if path[:end] in sources), None)
     prefix = f"{source}: " if source else ""

@@ -311,7 +311,10 @@ def test_the_agents_of_a_killed_controller_are_taken_over_and_train_nothing_twic
 ) -> None:
     names = ("mail", "chat", "code")
     agents = make_settings(*names, judge=BY_NUMBER, store=str(store_file))
-    values = json.dumps([one.model_dump(mode="json", exclude_unset=True) for one in agents.values()])
+    derived = ("store", "model", "base_model", "vllm", "checkpoints")
+    own = [one.model_dump(mode="json", exclude_unset=True) for one in agents.values()]
+    given = [{name: getattr(one, name) for name in derived} for one in agents.values()]
+    values = json.dumps([one | of for one, of in zip(own, given, strict=True)], default=str)
     processes = [RestartableProcess("trainer", values, tmp_path / f"{number}.log") for number in range(2)]
     try:
         eventually(lambda: len({one.owner for one in store.leases.holders("trainer:")}) == 2, SECONDS)
