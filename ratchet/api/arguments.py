@@ -8,15 +8,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from ratchet.api.context import SETTINGS
 from ratchet.errors import InvalidArgument
 from ratchet.settings.load_settings import load, load_agent
 from ratchet.settings.project_settings import Settings
 from ratchet.trainer.tasks import TRAIN, TaskSet, ending
 from ratchet.tuner.rollouts.workflow import FunctionWorkflow
 from ratchet.tuner.tasks import ImportedTasks
+
+# The settings that arguments of all methods are: name -> path.
+SETTINGS: Final[Mapping[str, str]] = {
+    **{name: f"tuner.{name}" for name in ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")},
+    **{"judge": "trainer.judge", "base_model": "base_model", "project": "project"},
+}
 
 
 class Tasks:

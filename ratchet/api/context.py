@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import httpx
 
@@ -41,11 +41,6 @@ from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
 from ratchet.tuner.tasks import ImportedTasks
 
-# The settings that arguments of all methods are: name -> path.
-SETTINGS: Final[Mapping[str, str]] = {
-    **{name: f"tuner.{name}" for name in ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")},
-    **{"judge": "trainer.judge", "base_model": "base_model", "project": "project"},
-}
 _HEALTH_TIMEOUT = 5.0  # seconds
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
-from ratchet.api import context
+from ratchet.api import arguments, context
 from ratchet.api.arguments import (
     AnyJudge,
     AnyTasks,
@@ -47,7 +47,7 @@ from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.tasks import parse_families
 from ratchet.tuner.weights.weight_tuning import WeightsPlan, WeightsTuning, config_of, plan_of
 
-SETTINGS: Final = {**context.SETTINGS, "attempts": "trainer.num_generations"}
+SETTINGS: Final = {**arguments.SETTINGS, "attempts": "trainer.num_generations"}
 _RUN_JUDGE = "run_judge"  # the judge that a run brings, in its options and its request
 _JUDGE = "judge"  # place of the only function
 

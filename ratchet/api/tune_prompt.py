@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ratchet.api import context
+from ratchet.api import arguments, context
 from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, read_arguments
 from ratchet.api.run_lease import COMMAND, RunCaller
 from ratchet.api.runs import TuningRun, start, synchronous
@@ -23,7 +23,7 @@ from ratchet.tuner.reports import TuningResult
 from ratchet.tuner.selection import known_models
 from ratchet.tuner.settings import PromptSettings, TunerSettings
 
-SETTINGS: Final = {**context.SETTINGS, **{name: f"tuner.prompt.{name}" for name in PromptSettings.model_fields}}
+SETTINGS: Final = {**arguments.SETTINGS, **{name: f"tuner.prompt.{name}" for name in PromptSettings.model_fields}}
 
 
 async def tune_prompt_async(
