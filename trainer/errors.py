@@ -13,7 +13,7 @@ class TrainerError(RatchetError):
     """The base of all errors of trainer and tuner."""
 
 
-class SettingError(TrainerError, ValueError):
+class SettingError(TrainerError):
     """A setting is invalid."""
 
 

@@ -121,8 +121,6 @@ class LearnerConnection:
                     on_frame(frame)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
-        except TrainerError:
-            raise
         except (ValueError, msgspec.MsgspecError) as error:
             raise LearnerServiceError(f"learner.url {self.url} is not a learner service: {error}") from error
         raise LearnerUnreachable(f"the learner at {self.url} ended before it answered; its log says why")

@@ -100,16 +100,18 @@ def load(
         if value is not None:
             layers.put(path, value, name)
     chosen = layers.choose_agent()
-    by_option = _trainer_keys_by_option(layers.sources)
-    for entry in layers.values.get("agents", {}).values():  # an option such as --judge is stronger than an entry
-        for key in by_option & entry.keys():
-            del entry[key]
+    if agents := layers.values.get("agents"):
+        layers.values["agents"] = _below_options(agents, layers.sources)
     settings = Settings.of(layers.values, layers.sources, environ)
     return settings if chosen is None else settings.for_agent(chosen)
 
 
-def _trainer_keys_by_option(sources: Mapping[tuple[str, ...], str]) -> set[str]:
-    return {path[1] for path, source in sources.items() if path[0] == "trainer" and is_option(source)}
+def _below_options(
+    agents: Mapping[str, Mapping[str, Any]], sources: Mapping[tuple[str, ...], str]
+) -> dict[str, dict[str, Any]]:
+    """Return the agents' entries without the keys that an option sets: --judge is stronger than an entry's judge."""
+    by_option = {path[1] for path, source in sources.items() if path[0] == "trainer" and is_option(source)}
+    return {name: {key: entry[key] for key in entry if key not in by_option} for name, entry in agents.items()}
 
 
 def load_agent(
@@ -146,14 +148,9 @@ def with_last_run(settings: Settings, given: Collection[str] = ()) -> Settings:
     found = {key: value for key, value in run.items() if key in _FROM_LAST_RUN and key not in given}
     if not settings._is_chosen and (agents or "model" in found):
         own = settings.given_in("agents")
-        by_option = _trainer_keys_by_option(settings._sources)
-        found["agents"] = {
-            name: own.get(name, {key: value for key, value in entry.items() if key not in by_option})
-            for name, entry in agents.items()
-        }
-        names = {*(agents or (found["model"],)), *settings.listed_models}
-        limits = {name: limit for name, limit in settings.proxy.agent_limits.items() if name in names}
-        found["proxy"] = {"agent_limits": limits, "fallbacks": settings.proxy.fallbacks.only(names)}
+        weaker = _below_options(agents, settings._sources)
+        found["agents"] = {name: own.get(name, entry) for name, entry in weaker.items()}
+        found["proxy"] = settings.proxy_values_of(agents or (found["model"],))
     judge = agents.get(settings.model, {}).get("judge") or (run.get("trainer") or {}).get("judge")
     if judge and not settings.has_judge:
         found["trainer"] = {"judge": judge}

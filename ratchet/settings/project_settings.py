@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -27,6 +27,7 @@ from ratchet.trainer.planning.memory import MAX_NUM_SEQS
 from ratchet.trainer.settings.judge_specs import plugin_traits
 from ratchet.trainer.settings.learner_settings import (
     SERVABLE_RANKS,
+    CheckedByPydantic,
     Devices,
     LearnerProcessSettings,
     LearnerSettings,
@@ -183,7 +184,7 @@ class Settings(Section):
     model_list: tuple[ModelEntry, ...] = Field((), description="other models by name, as LiteLLM lists them")
     vllm: VllmSettings = Field(default_factory=VllmSettings, description="how vLLM is started")
     adapters: AdapterSettings = Field(default_factory=AdapterSettings, description="where the versions are kept")
-    learner: LearnerProcessSettings = Field(
+    learner: Annotated[LearnerProcessSettings, CheckedByPydantic] = Field(
         default_factory=LearnerProcessSettings, description="what all agents of the learner share"
     )
     # A validator needs the fields above it.
@@ -339,8 +340,7 @@ class Settings(Section):
             hint = f"did you mean {nearest}?" if nearest else f"the agents are {listed(known)}"
             raise SettingsError(f"there is no agent {name!r}; {hint}")
         entry = self._given["agents"][name] or {}
-        limits = {one: limit for one, limit in self.proxy.agent_limits.items() if one == name}
-        own = {"agent_limits": limits, "fallbacks": self.proxy.fallbacks.only({name, *self.listed_models})}
+        own = self.proxy_values_of((name,))
         proxy = self.proxy.model_copy(update={"agents": (name,), **own})
         alone = self.model_copy(update={"model": name, "agents": {}, "trainer": self.agents[name], "proxy": proxy})
         alone._given = {
@@ -352,6 +352,11 @@ class Settings(Section):
         }
         alone._is_chosen = True
         return alone
+
+    def proxy_values_of(self, agents: Collection[str]) -> dict[str, Any]:
+        """Return those of the proxy's settings that name agents, for these alone."""
+        limits = {name: limit for name, limit in self.proxy.agent_limits.items() if name in agents}
+        return {"agent_limits": limits, "fallbacks": self.proxy.fallbacks.only({*agents, *self.listed_models})}
 
     @property
     def state(self) -> StateFolder:

@@ -43,6 +43,7 @@ from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_row, build_rows
 from tests.trainer.test_backlog import backlog
+from tests.trainer.test_learner import LearnerMaker, train
 
 TINY = Bounds(1e-6, 2e-3, 1e-2)
 TARGET = 0.005
@@ -285,8 +286,6 @@ def test_a_learner_follows_its_schedule_over_a_restart_and_decays_its_weights(ti
 
 SETTINGS = LearnerSettings(steps_per_round=2, threads=1)
 
-LearnerMaker = Callable[..., Learner]
-
 
 class Collapsing(Learner):
     """A learner whose first rounds make good answers less likely, as its report says; the third does not."""
@@ -302,10 +301,6 @@ def make_learner(tiny_model: Path) -> LearnerMaker:
         return Learner(str(tiny_model), settings, resume_from=resume_from)
 
     return make
-
-
-def train(learner: Learner, rounds: range) -> list[RoundReport]:
-    return [replace(learner.train_round(build_rows(6, seed=number)), seconds=0.0) for number in rounds]
 
 
 @pytest.mark.slow

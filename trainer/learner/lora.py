@@ -48,8 +48,6 @@ def build(base_model: str, settings: LearnerSettings, sharding: str = "none") ->
             else get_peft_model(model, lora)
         )
         return RecordedGRPOTrainer(adapted, tokenizer, settings, rate_controller, device, dtype)
-    except SettingError:
-        raise
     except ValueError as error:  # peft does not find the layers, or they include the head
         raise SettingError(
             f"learner setting target_modules is {targets!r}, which does not fit {base_model}: {error}; "

@@ -178,8 +178,6 @@ def decode_request(body: bytes, kind: type[Request]) -> Request:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        if isinstance(error.__cause__, TrainerError):  # of settings that this machine cannot have
-            raise error.__cause__ from None
         raise LearnerServiceError(f"the learner does not understand the request: {error}") from error
 
 

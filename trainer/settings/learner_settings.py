@@ -12,7 +12,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from ratchet.store.access.replicas import plain_url
 from ratchet.trainer.errors import SettingError
@@ -345,6 +352,15 @@ class LearnerProcessSettings(AdapterAndMemorySettings):
             "stays in bf16, so set learner.quantization to none",
         )
 
+
+def _checked(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except SettingError as error:
+        raise ValueError(str(error)) from error
+
+
+CheckedByPydantic = WrapValidator(_checked)  # pydantic collects no other errors than its own and ValueError
 
 # What an agent and its learner both have: those of the learner apply.
 _SHARED = tuple(field.name for field in fields(AdapterAndMemorySettings))

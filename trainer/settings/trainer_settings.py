@@ -24,7 +24,13 @@ from ratchet.trainer.settings.judge_specs import (
     TeacherSpec,
     gives_only_ranks,
 )
-from ratchet.trainer.settings.learner_settings import AUTO, LearnerProcessSettings, LearnerSettings, Section
+from ratchet.trainer.settings.learner_settings import (
+    AUTO,
+    CheckedByPydantic,
+    LearnerProcessSettings,
+    LearnerSettings,
+    Section,
+)
 from ratchet.trainer.settings.objectives import DEFAULT_ESTIMATOR, why_unknown
 from ratchet.trainer.settings.trainer_sections import (
     AdapterSettings,
@@ -170,8 +176,10 @@ class TrainerSettings(Section):
     release: ReleaseSettings = Field(
         default_factory=ReleaseSettings, description="how proven versions become live, and how they are taken back"
     )
-    learner: LearnerSettings = Field(default_factory=LearnerSettings, exclude=True)
-    learner_process: LearnerProcessSettings = Field(default_factory=LearnerProcessSettings, exclude=True)
+    learner: Annotated[LearnerSettings, CheckedByPydantic] = Field(default_factory=LearnerSettings, exclude=True)
+    learner_process: Annotated[LearnerProcessSettings, CheckedByPydantic] = Field(
+        default_factory=LearnerProcessSettings, exclude=True
+    )
 
     @field_validator("advantage_estimator")
     @classmethod
