@@ -158,6 +158,8 @@ def _sentence(item: Any, sources: Mapping[Path, str], model: Any, section: Path)
     if path[:2] == ("trainer", "learner"):  # an agent's part of the section `learner`
         path = path[1:]
     message = _REMEDIES.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"] == r"^[\w.-]+$":
+        message = f"{str(item['input'])[:100]!r} may contain letters, digits, '_', '-' and '.' only"
     message = message[:1].lower() + message[1:]
     if path and message.startswith(f"{path[-1]}."):  # the message names the setting
         key, space, message = message.partition(" ")

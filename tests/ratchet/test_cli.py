@@ -129,7 +129,7 @@ def test_a_judge_without_its_function_fails_with_the_format(project: Project) ->
 def test_an_error_is_one_line_and_debug_shows_the_traceback(project: Project) -> None:
     plain = project.run("status", "--project", "a/b")
     assert plain.returncode == 1
-    assert plain.stdout.startswith("ratchet: --project: project: ")
+    assert plain.stdout.startswith("ratchet: --project: 'a/b' may contain letters, digits")
     assert plain.stdout.count("\n") == 1
     assert "Traceback" in project.run("status", "--project", "a/b", RATCHET_DEBUG="1").stdout
 
