@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from ratchet.output import pyplot
-from ratchet.trainer.controller.advantages import group_advantages
+from ratchet.trainer.advantages import group_advantages
 from ratchet.trainer.errors import RowError
 from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.rows.chat_rows import ChatRows, Conversation

@@ -20,7 +20,7 @@ import msgspec
 from ratchet.store.records import ToolCall
 from ratchet.store.states import ToolResult
 from ratchet.store.store import open_store
-from ratchet.trainer.controller.sentinel.checks import TOOL_WINDOW, check_tool_health
+from ratchet.trainer.sentinel.checks import TOOL_WINDOW, check_tool_health
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 
 _WINDOW = 2_000

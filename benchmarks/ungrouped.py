@@ -50,7 +50,7 @@ from ratchet.store.states import ResampleState
 from ratchet.store.store import Store, open_store
 from ratchet.supervisor import signals
 from ratchet.supervisor.up import start_services
-from ratchet.trainer.controller.rounds.backlog import is_drained
+from ratchet.trainer.rounds.backlog import is_drained
 
 _AT_ONCE = 32  # held-out calls
 _SETTLE = 15.0  # seconds, for the last round after the last call

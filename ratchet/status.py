@@ -32,7 +32,7 @@ from ratchet.store.states import PolicyState, RoundState, TuningState
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.pidfile import orphaned_pid
 from ratchet.supervisor.up import last_proxy_url, read_run_state
-from ratchet.trainer.controller.rounds.backlog import RoundSize
+from ratchet.trainer.rounds.backlog import RoundSize
 
 if TYPE_CHECKING:
     from ratchet.store.records import Round

@@ -35,8 +35,8 @@ from ratchet.store.records import Policy, Transcript
 from ratchet.store.states import RELEASE_EVALUATION, RolloutState, TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import list_models
-from ratchet.trainer.controller.judges.judgement import Judge
 from ratchet.trainer.errors import TrainerError, TuningError
+from ratchet.trainer.judges.judgement import Judge
 from ratchet.trainer.release.candidates import version_name
 from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation, Sides, compare_with_judge
 from ratchet.trainer.settings.trainer_sections import ReleaseSettings

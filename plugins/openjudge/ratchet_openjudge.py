@@ -20,8 +20,8 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges.judgement import DraftVerdict, GroupJudgement, response_of, version_of
 from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement, response_of, version_of
 from ratchet.trainer.settings.judge_specs import JudgeSettings
 
 _PROGRAM = Path(__file__).with_name("ratchet_openjudge_program.py")

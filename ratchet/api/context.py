@@ -27,9 +27,9 @@ from ratchet.store.operation_records import Tuning
 from ratchet.store.store import Store
 from ratchet.store.store import open_store as open_store_
 from ratchet.supervisor.up import attach_or_start, read_run_state
-from ratchet.trainer.controller.judges.judgement import Judge
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.judges.judgement import Judge
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.observability.progress import Progress, watch_for_command
 from ratchet.trainer.statistics import check_scipy
 from ratchet.trainer.tasks import TaskSet

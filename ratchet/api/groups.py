@@ -27,8 +27,8 @@ from ratchet.store.records import GATHERED, Group, Policy
 from ratchet.store.states import GroupState, PolicyState, RolloutState
 from ratchet.store.store import Store
 from ratchet.supervisor.up import ProjectServices, attach_or_start, read_run_state
-from ratchet.trainer.controller.judges.kinds.given_scores import NO_REWARD
 from ratchet.trainer.errors import TuningError
+from ratchet.trainer.judges.kinds.given_scores import NO_REWARD
 from ratchet.trainer.tasks import TRAIN, Task, content_id
 from ratchet.tuner.rollouts.runner import RolloutJob, final_rollouts, pending_jobs
 from ratchet.tuner.rollouts.scoring import NO_JUDGE

@@ -23,9 +23,9 @@ from typing import Any, Self
 
 import msgspec
 
-from ratchet.trainer.controller.judges.judgement import DraftVerdict
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.kinds.http_grader import CallerAddress, proof_of, read_address, signature
+from ratchet.trainer.judges.judgement import DraftVerdict
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.kinds.http_grader import CallerAddress, proof_of, read_address, signature
 from ratchet.trainer.user_code import ResponseText
 
 _MAX_BODY = 64 * 2**20  # bytes

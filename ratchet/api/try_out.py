@@ -26,11 +26,11 @@ from ratchet.errors import InvalidArgument
 from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Trajectory, Transcript, Verdict, WorkflowResult
 from ratchet.store.states import RolloutState, TrajectoryState
-from ratchet.trainer.controller.judges.judgement import Judge
-from ratchet.trainer.controller.judges.kinds.combined import judge_in_both_orders
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError, TaskSetError, TuningError, WorkflowError, WorkflowFailed
+from ratchet.trainer.judges.judgement import Judge
+from ratchet.trainer.judges.kinds.combined import judge_in_both_orders
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.observability.progress import Phase, Progress, watch_for_command
 from ratchet.trainer.settings.judge_specs import FunctionSpec, read_spec
 from ratchet.trainer.statistics import ScoreRange

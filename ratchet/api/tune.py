@@ -36,7 +36,7 @@ from ratchet.settings import load_settings
 from ratchet.settings.project_settings import Settings
 from ratchet.store.operation_records import Tuning
 from ratchet.supervisor.up import attach_or_start, read_run_state
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.kinds.function import FunctionJudge
 from ratchet.trainer.observability.progress import print_line
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks import TEST, TRAIN

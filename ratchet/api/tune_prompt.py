@@ -16,7 +16,7 @@ from ratchet.output import print_note
 from ratchet.settings.project_settings import Settings
 from ratchet.settings.setting_errors import listed
 from ratchet.store.operation_records import Tuning
-from ratchet.trainer.controller.judges.language_model import key_of_model
+from ratchet.trainer.judges.language_model import key_of_model
 from ratchet.tuner.prompts.prompt_tuning import PromptRunContext, check, config_of
 from ratchet.tuner.prompts.prompt_tuning import run as run_tuning
 from ratchet.tuner.reports import TuningResult

@@ -45,9 +45,9 @@ from ratchet.supervisor import gpu_memory, vllm_command
 from ratchet.supervisor.up import read_run_state
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.adapters.vllm_api import VllmServer, load_of
-from ratchet.trainer.controller.collect.resampler import KEY_VARIABLE
-from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
+from ratchet.trainer.collect.resampler import KEY_VARIABLE
 from ratchet.trainer.errors import CheckpointError, EngineUnreachable, TrainerError
+from ratchet.trainer.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.settings.judge_specs import TeacherSpec
 from ratchet.tuner.rollouts.runner import first_api_key
 

@@ -19,15 +19,15 @@ from ratchet.settings.project_settings import Settings
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import StoreError, StoreNotFound
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.controller.judges.lint import LintOutcome, Place, lint, synthetic
-from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import TrainerError
+from ratchet.trainer.judges.lint import LintOutcome, Place, lint, synthetic
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import PluginSpec, plugin_traits
 from ratchet.tuner.rollouts.diagnosis import judge_problems
 
 if TYPE_CHECKING:
     from ratchet.store.records import Transcript
-    from ratchet.trainer.controller.judges.judgement import Judge
+    from ratchet.trainer.judges.judgement import Judge
 
 _NAME = "judge"
 _GROUPS = 3

@@ -106,7 +106,7 @@ def _chosen(store: Store, chosen: TrajectoryFilter) -> Iterator[Exported]:
 
 def _advantages(store: Store, group_id: str) -> dict[str, float]:
     """Return the advantages of a group's members; empty unless every member has a score."""
-    from ratchet.trainer.controller.advantages import group_advantages
+    from ratchet.trainer.advantages import group_advantages
 
     members = store.groups.get(group_id).members
     scores = store.groups.scores(members)

@@ -14,7 +14,7 @@ from ratchet import options
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
-    from ratchet.trainer.controller_service.controller_process import ControllerProcess
+    from ratchet.trainer.controller.process import ControllerProcess
     from ratchet.trainer.learner_client import LearnerAccess
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
@@ -125,7 +125,7 @@ def trainer(context: click.Context, settings: Settings, vllm: tuple[str, ...]) -
     first = next(iter(agents.values()))
     logs.configure_logging(first.log_format, first.log_level, _above_bars if sys.stderr.isatty() else None)
     from ratchet.supervisor.services import run_with_learner
-    from ratchet.trainer.controller_service.controller_process import run
+    from ratchet.trainer.controller.process import run
     from ratchet.tuner.selection import WorkflowEvaluator
 
     def run_agents(learner: LearnerAccess) -> int:

@@ -33,7 +33,7 @@ from ratchet.supervisor import signals, vllm_command
 from ratchet.supervisor.pidfile import ProjectLock, stop_leftover_processes
 from ratchet.supervisor.supervisor import Supervisor
 from ratchet.supervisor.up import start_services
-from ratchet.trainer.controller.rounds.backlog import is_drained
+from ratchet.trainer.rounds.backlog import is_drained
 from ratchet.tuner.rollouts.runner import first_api_key
 
 _FOLDER = Path(__file__).parent

@@ -30,7 +30,7 @@ _HUB_FILE = "config.json"
 _MAKE_JUDGE = """
 import json, os, sys
 from ratchet.trainer.errors import TrainerError
-from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import read_spec
 try:
     make_judge(read_spec(json.load(sys.stdin)), os.environ).close()

@@ -13,7 +13,7 @@ import pytest
 
 from ratchet.cli import cli
 from ratchet.settings.load_settings import load
-from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.tasks import TaskSet
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

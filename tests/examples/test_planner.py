@@ -17,7 +17,7 @@ from examples.planner.problems import SIZES, task_set
 from examples.planner.prompt import PLANNER
 from examples.planner.workflow import workflow
 from ratchet.settings.load_settings import load
-from ratchet.trainer.controller.collect.collector import RoleResolver
+from ratchet.trainer.collect.collector import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.token_row import UNTRAINED_ROLE, Roles
 from tests.harness.proxy.running_proxy import Proxy

@@ -24,7 +24,7 @@ from ratchet.demo.email_search.tasks import TEST_PAIRS
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import open_store
 from ratchet.trainer.adapters import checkpoint
-from ratchet.trainer.controller.judges.kinds.given_scores import FeedbackJudge
+from ratchet.trainer.judges.kinds.given_scores import FeedbackJudge
 from ratchet.trainer.settings.judge_specs import FeedbackSpec
 from tests.harness.cli.project import Project
 from tests.harness.proxy.running_proxy import Proxy

@@ -21,8 +21,8 @@ from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.store.reports.version_reports import read_awaiting_approval
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import open_store
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.lint import LintOutcome, Place, lint, synthetic
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.lint import LintOutcome, Place, lint, synthetic
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.examples.mail_rollouts import run_tasks
 from tests.harness.proxy.running_proxy import Proxy, running

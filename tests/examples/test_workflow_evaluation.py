@@ -16,8 +16,8 @@ from starlette.types import Receive, Send
 from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.store.states import RolloutState, TuningState
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import TrainerError, TuningError
+from ratchet.trainer.judges.kinds.function import FunctionJudge
 from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.tuner.selection import WorkflowEvaluator
 from tests.harness.proxy.running_proxy import running

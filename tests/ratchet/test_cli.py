@@ -184,7 +184,7 @@ def test_a_trainer_without_judge_says_how_to_name_one(project: Project) -> None:
 def test_a_trainers_log_can_be_json_as_the_proxys_is(project: Project) -> None:
     trainer = project.run("trainer", "--judge", "nowhere:judge", RATCHET_TRAINER__LOG_FORMAT="json")
     (line,) = (json.loads(text) for text in trainer.stdout.splitlines() if "trainer_stopped" in text)
-    assert (line["level"], line["logger"]) == ("ERROR", "ratchet.trainer.controller_service.controller_process")
+    assert (line["level"], line["logger"]) == ("ERROR", "ratchet.trainer.controller.process")
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_show_prints_judge_requests_without_control_characters(project: Project,
         done = project.run("judge", "try", "t1", "t2", "--judge", "ruler.json", "--store", "judged.db")
     assert done.returncode == 0, done.stdout
     assert "\x1b" not in done.stdout
-    from ratchet.trainer.controller.judges.make_judge import make_judge
+    from ratchet.trainer.judges.make_judge import make_judge
     from ratchet.trainer.settings.judge_specs import read_spec
 
     with ScriptedModel() as model:

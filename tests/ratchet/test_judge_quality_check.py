@@ -11,8 +11,8 @@ from ratchet.checks.check_result import CheckResult
 from ratchet.checks.judge_quality_check import JudgeExample, proof
 from ratchet.store.records import REQUESTED, Feedback
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.kinds.given_scores import FeedbackJudge
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.kinds.given_scores import FeedbackJudge
 from ratchet.trainer.settings.judge_specs import FeedbackSpec
 from tests.harness.records import answered_trajectory
 

@@ -19,10 +19,10 @@ import ratchet
 from ratchet.api.judge_server import JudgeServer
 from ratchet.api.try_out import transcript_of
 from ratchet.store.records import Verdict
-from ratchet.trainer.controller.judges.judgement import GroupJudgement, Judge
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.kinds.http_grader import CallerJudge, read_address
-from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.judges.judgement import GroupJudgement, Judge
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.kinds.http_grader import CallerJudge, read_address
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import CallerSpec, read_spec
 
 TRANSCRIPT = transcript_of({"question": "How many?"}, ratchet.WorkflowOutput("three"), ())

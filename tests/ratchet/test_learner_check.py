@@ -22,7 +22,7 @@ from ratchet.store.store import open_store
 from ratchet.supervisor import services
 from ratchet.supervisor.supervisor import Supervisor
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.controller.collect.resampler import KEY_VARIABLE
+from ratchet.trainer.collect.resampler import KEY_VARIABLE
 from ratchet.trainer.learner_api import TOKEN_VARIABLE
 from ratchet.trainer.learner_client import LearnerConnection
 from tests.harness.cli.project import Project

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratchet.trainer.controller.advantages import (
+from ratchet.trainer.advantages import (
     MAX_SINGLE_ADVANTAGE,
     cohort_advantages,
     group_advantages,

@@ -12,7 +12,7 @@ from ratchet.store.reasons import UNTRAINED, DropReason
 from ratchet.store.records import Transcript, unpack_halves
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.judge_runner import TranscriptCache
+from ratchet.trainer.judges.judge_runner import TranscriptCache
 from ratchet.trainer.rows import build_rows
 from ratchet.trainer.rows.build_rows import Rows
 from ratchet.trainer.rows.token_row import TokenRow

@@ -8,8 +8,8 @@ import threading
 import anyio
 import pytest
 
-from ratchet.trainer.controller.background_work import BackgroundWork
-from ratchet.trainer.controller_service.look_pacing import LookPacing
+from ratchet.trainer.background_work import BackgroundWork
+from ratchet.trainer.controller.look_pacing import LookPacing
 from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.user_code import guarded_task
 

@@ -17,10 +17,10 @@ from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group, PastScore, Verdict
 from ratchet.store.states import GroupState, PolicyState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages import SHRINKAGE, AdvantageEstimator, ScoreHistory, past_score
-from ratchet.trainer.controller.judges.judge_runner import JudgedGroupCache, JudgeRunner
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.rounds.backlog import Backlog, is_drained
+from ratchet.trainer.advantages import SHRINKAGE, AdvantageEstimator, ScoreHistory, past_score
+from ratchet.trainer.judges.judge_runner import JudgedGroupCache, JudgeRunner
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.rounds.backlog import Backlog, is_drained
 from ratchet.trainer.settings.trainer_settings import MAX_SCORES_PER_FAMILY, TrainerSettings
 from tests.harness.records import commit_round
 from tests.harness.trainer.agents import agents_work

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ratchet.trainer.controller.collect.collector import feedback_wait_of
-from ratchet.trainer.controller.judges.judgement import Judge, compares
-from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.collect.collector import feedback_wait_of
+from ratchet.trainer.judges.judgement import Judge, compares
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import gives_only_ranks, read_spec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.trainer.test_rules import member

@@ -11,12 +11,12 @@ import pytest
 
 from ratchet.store.records import Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.calibration import (
+from ratchet.trainer.controller.components import ASSUMED_NOISE, judge_noise
+from ratchet.trainer.judges.calibration import (
     CalibrationGroup,
     calibrate,
     score_noise,
 )
-from ratchet.trainer.controller_service.components import ASSUMED_NOISE, judge_noise
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import kendall_tau_b, score_differences
 

@@ -13,9 +13,9 @@ import pytest
 from ratchet.store.records import Trajectory, Verdict
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages import AdvantageEstimator, ScoreHistory, cohort_advantages, past_score
-from ratchet.trainer.controller.collect.collector import RoleResolver, TrajectoryCollector
-from ratchet.trainer.controller.collect.grouping import cohort_key, plan_cohorts
+from ratchet.trainer.advantages import AdvantageEstimator, ScoreHistory, cohort_advantages, past_score
+from ratchet.trainer.collect.collector import RoleResolver, TrajectoryCollector
+from ratchet.trainer.collect.grouping import cohort_key, plan_cohorts
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import has_signal

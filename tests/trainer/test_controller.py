@@ -19,9 +19,9 @@ from ratchet.store.states import GroupState, PolicyState, RoundState, ToolResult
 from ratchet.store.store import Store
 from ratchet.store.training.rounds import Rounds
 from ratchet.trainer.adapters.checkpoint import newest_complete
-from ratchet.trainer.controller.advantages import MemberAdvantages
-from ratchet.trainer.controller.rounds.round_runner import RoundRunner
+from ratchet.trainer.advantages import MemberAdvantages
 from ratchet.trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
+from ratchet.trainer.rounds.round_runner import RoundRunner
 from tests.harness.records import tool_called
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine

@@ -18,8 +18,8 @@ import pytest
 from ratchet.store.records import Feedback
 from ratchet.store.states import GroupState, RoundState, TrajectoryState
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.controller_service.agent_runner import AgentCondition
-from ratchet.trainer.controller_service.controller_process import ControllerProcess
+from ratchet.trainer.controller.agent_runner import AgentCondition
+from ratchet.trainer.controller.process import ControllerProcess
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.exactly_once.processes import RestartableProcess
@@ -335,10 +335,10 @@ def test_the_agents_of_a_killed_controller_are_taken_over_and_train_nothing_twic
 
 
 def test_the_controller_imports_no_torch() -> None:
-    imported = "ratchet.trainer.controller_service.controller_process, ratchet.tuner.selection"
+    imported = "ratchet.trainer.controller.process, ratchet.tuner.selection"
     code = f"import sys, json, {imported}; print(json.dumps(list(sys.modules)))"
     modules = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
-    assert "ratchet.trainer.controller_service.agent_controller" in modules
+    assert "ratchet.trainer.controller.agent_controller" in modules
     assert not {"torch", "transformers", "peft", "trl", "accelerate", "datasets"} & set(modules)
 
 

@@ -12,13 +12,13 @@ from ratchet.store.errors import RecordDamaged
 from ratchet.store.records import Transcript
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages import AdvantageEstimator
-from ratchet.trainer.controller.judges.judgement import GroupJudgement
-from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.judges.rejudging import Rejudger
-from ratchet.trainer.controller.rounds.round_runner import RoundRunner
+from ratchet.trainer.advantages import AdvantageEstimator
+from ratchet.trainer.judges.judgement import GroupJudgement
+from ratchet.trainer.judges.make_judge import make_judge
+from ratchet.trainer.judges.rejudging import Rejudger
 from ratchet.trainer.release.evaluation import judge_pairs
 from ratchet.trainer.release.invariants import newest_prompts
+from ratchet.trainer.rounds.round_runner import RoundRunner
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.trainer.agents import agents_work, damage_tokens
 from tests.harness.trainer.stepped_controller import SteppedController

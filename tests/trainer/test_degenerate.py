@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ratchet.trainer.controller.judges.kinds.answer import AnswerJudge
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.kinds.answer import AnswerJudge
+from ratchet.trainer.judges.kinds.function import FunctionJudge
 from ratchet.trainer.settings.judge_specs import AnswerSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 

@@ -16,9 +16,9 @@ from ratchet.store.records import TeacherScore, Transcript, unpack_logprobs
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.controller.judges.judge_runner import JudgeRunner
-from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge, batched
 from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.judge_runner import JudgeRunner
+from ratchet.trainer.judges.kinds.teacher import TeacherJudge, batched
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.settings.judge_specs import TeacherSpec
 from ratchet.trainer.settings.learner_settings import LearnerSettings

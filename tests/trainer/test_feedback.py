@@ -17,12 +17,12 @@ from ratchet.store.reasons import DropReason
 from ratchet.store.records import Feedback, Transcript
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages import AdvantageEstimator
-from ratchet.trainer.controller.collect.collector import FeedbackWait, feedback_wait_of
-from ratchet.trainer.controller.judges.judgement import DraftVerdict, GroupJudgement
-from ratchet.trainer.controller.judges.kinds.given_scores import FeedbackJudge, votes_of
-from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.judges.rejudging import Rejudger
+from ratchet.trainer.advantages import AdvantageEstimator
+from ratchet.trainer.collect.collector import FeedbackWait, feedback_wait_of
+from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement
+from ratchet.trainer.judges.kinds.given_scores import FeedbackJudge, votes_of
+from ratchet.trainer.judges.make_judge import make_judge
+from ratchet.trainer.judges.rejudging import Rejudger
 from ratchet.trainer.settings.judge_specs import FeedbackSpec, read_spec
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from ratchet.store.records import Transcript
-from ratchet.trainer.controller.judges.kinds.http_grader import GraderJudge
+from ratchet.trainer.judges.kinds.http_grader import GraderJudge
 from ratchet.trainer.settings.judge_specs import GraderSpec
 from tests import house
 from tests.harness.cli.project import wait_for

@@ -12,9 +12,9 @@ import pytest
 from ratchet.store.records import Trajectory
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages import ScoreHistory, group_advantages
-from ratchet.trainer.controller.collect.collector import RoleResolver, TrajectoryCollector
-from ratchet.trainer.controller.collect.grouping import GroupingPlan, plan_groups
+from ratchet.trainer.advantages import ScoreHistory, group_advantages
+from ratchet.trainer.collect.collector import RoleResolver, TrajectoryCollector
+from ratchet.trainer.collect.grouping import GroupingPlan, plan_groups
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness import records

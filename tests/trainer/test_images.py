@@ -18,7 +18,7 @@ import pytest
 
 from ratchet.status import status_lines
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.transcript_json import JudgeImages
+from ratchet.trainer.judges.transcript_json import JudgeImages
 from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from ratchet.store.records import ToolCall, ToolCallResult, Transcript, WorkflowResult
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.judgement import NO_RETURN, Judge
-from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.judgement import NO_RETURN, Judge
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.chat_models import ScriptedModel
 from tests.harness.records import answered_trajectory

@@ -20,8 +20,6 @@ from ratchet.status import next_round, next_round_line
 from ratchet.store.records import Group
 from ratchet.store.states import GroupState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.backlog import RoundSize
-from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.learning_rate import (
@@ -36,6 +34,8 @@ from ratchet.trainer.learner.learning_rate import (
     target_shift,
 )
 from ratchet.trainer.learner_api import RoundReport
+from ratchet.trainer.rounds.backlog import RoundSize
+from ratchet.trainer.rounds.round_runner import RoundRunner
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.records import judged_group

@@ -12,7 +12,7 @@ import pytest
 from ratchet.store.coordination import Leases
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import Store
-from ratchet.trainer.controller_service.agent_leases import AgentLeases, LeaseState
+from ratchet.trainer.controller.agent_leases import AgentLeases, LeaseState
 from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.lease import Lease
 from tests.harness.proxy.servers import eventually

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratchet.store.records import unpack_halves
-from ratchet.trainer.controller.advantages import group_advantages
+from ratchet.trainer.advantages import group_advantages
 from ratchet.trainer.learner import lora, loss
 from ratchet.trainer.learner.forward_pass import Micro
 from ratchet.trainer.learner.host import Learner

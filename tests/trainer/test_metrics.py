@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ratchet.store.states import ToolResult
 from ratchet.store.store import Store
-from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
 from ratchet.trainer.observability.monitors import check_installed, monitored
+from ratchet.trainer.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import MeanDifference

@@ -14,9 +14,9 @@ from ratchet.store.records import Policy
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.controller.rounds.backlog import oldest_fresh
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.publisher import Publisher
+from ratchet.trainer.rounds.backlog import oldest_fresh
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks import is_held_out
 from tests.harness.proxy.running_proxy import Proxy, running

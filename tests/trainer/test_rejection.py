@@ -12,12 +12,12 @@ import torch
 
 from ratchet.store.records import Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.errors import RowError
 from ratchet.trainer.learner.forward_pass import collate
 from ratchet.trainer.learner.lm_head import HeadFunction, token_logprobs
 from ratchet.trainer.learner.loss import importance_weight, kept_rows, policy_loss
 from ratchet.trainer.learner_api import RoundReport
+from ratchet.trainer.rounds.round_runner import RoundRunner
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.records import answered_trajectory, commit_round, judged_group

@@ -17,11 +17,11 @@ from ratchet.store.reports.learning_report import (
     record_judge_scale,
 )
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.judgement import compares
-from ratchet.trainer.controller.judges.kinds.combined import CompositeJudge, Part, judge_in_both_orders
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
-from ratchet.trainer.controller.judges.language_model import LanguageModel
+from ratchet.trainer.judges.judgement import compares
+from ratchet.trainer.judges.kinds.combined import CompositeJudge, Part, judge_in_both_orders
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.kinds.ruler import RulerJudge
+from ratchet.trainer.judges.language_model import LanguageModel
 from ratchet.trainer.release.evaluation import compare_with_judge, judge_pairs
 from ratchet.trainer.settings.judge_specs import RulerSpec, gives_only_ranks, read_spec
 from tests.harness.chat_models import ScriptedModel, says

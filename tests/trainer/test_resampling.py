@@ -20,9 +20,9 @@ from ratchet.store.records import Trajectory
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmLoad, load_of
-from ratchet.trainer.controller.advantages import ScoreHistory
-from ratchet.trainer.controller.collect.collector import RoleResolver, TrajectoryCollector
-from ratchet.trainer.controller.collect.resampler import KEY_VARIABLE, find_single_call, request_body
+from ratchet.trainer.advantages import ScoreHistory
+from ratchet.trainer.collect.collector import RoleResolver, TrajectoryCollector
+from ratchet.trainer.collect.resampler import KEY_VARIABLE, find_single_call, request_body
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.running_proxy import Proxy, running

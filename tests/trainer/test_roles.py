@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from ratchet.store.records import Call, Verdict, pack_logprobs, unpack_ids
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages import AdvantageEstimator
-from ratchet.trainer.controller.collect.collector import RoleResolver
+from ratchet.trainer.advantages import AdvantageEstimator
+from ratchet.trainer.collect.collector import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.token_row import UNTRAINED_ROLE, Roles
 from tests.harness.records import call_start, ended, judged_group

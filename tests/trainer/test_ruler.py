@@ -15,17 +15,17 @@ import pytest
 
 from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.controller.judges.judgement import GroupJudgement
-from ratchet.trainer.controller.judges.kinds.ruler import (
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.judgement import GroupJudgement
+from ratchet.trainer.judges.kinds.ruler import (
     RulerJudge,
     common_prefix,
     ranking_prompt,
     scores_of,
     with_plain_ids,
 )
-from ratchet.trainer.controller.judges.language_model import LanguageModel, base_urls, read_object
-from ratchet.trainer.controller.judges.transcript_json import fitted, fitted_each, truncated_json
-from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.language_model import LanguageModel, base_urls, read_object
+from ratchet.trainer.judges.transcript_json import fitted, fitted_each, truncated_json
 from ratchet.trainer.settings.judge_specs import RulerSpec
 from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.ports import free_port

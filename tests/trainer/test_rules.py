@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.controller.judges.judgement import Judge
-from ratchet.trainer.controller.judges.kinds.answer import contains, exact, last_number, numeric
-from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.judgement import Judge
+from ratchet.trainer.judges.kinds.answer import contains, exact, last_number, numeric
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.chat_models import ScriptedModel
 

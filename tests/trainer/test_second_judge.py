@@ -13,11 +13,11 @@ import pytest
 
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.judge_runner import JudgeRunner
-from ratchet.trainer.controller.judges.judgement import DraftVerdict, GroupJudgement
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.rejudging import PairedJudgements, SecondJudge, agreement, in_sample
-from ratchet.trainer.controller.sentinel.sentinel import Sentinel
+from ratchet.trainer.judges.judge_runner import JudgeRunner
+from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.rejudging import PairedJudgements, SecondJudge, agreement, in_sample
+from ratchet.trainer.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer import judge_samples

@@ -14,7 +14,8 @@ import pytest
 
 from ratchet.store.records import Round, ToolCall, Trajectory, Transcript
 from ratchet.store.states import RoundState, ToolOutcome, ToolResult, TrajectoryState
-from ratchet.trainer.controller.sentinel.checks import (
+from ratchet.trainer.observability.metrics import Finding
+from ratchet.trainer.sentinel.checks import (
     ToolHistory,
     TrajectoryBehavior,
     check_tool_health,
@@ -22,7 +23,7 @@ from ratchet.trainer.controller.sentinel.checks import (
     occurs,
     read_behavior,
 )
-from ratchet.trainer.controller.sentinel.sentinel import (
+from ratchet.trainer.sentinel.sentinel import (
     INVALID_CALLS,
     QUESTIONS,
     WINDOW,
@@ -34,7 +35,6 @@ from ratchet.trainer.controller.sentinel.sentinel import (
     check_versions,
     unnecessary_tool_calls,
 )
-from ratchet.trainer.observability.metrics import Finding
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import mean_change, share_change
 from tests.harness.records import TOOLS

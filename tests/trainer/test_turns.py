@@ -13,7 +13,7 @@ import pytest
 from ratchet.store.records import Verdict
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages import turn_advantages
+from ratchet.trainer.advantages import turn_advantages
 from ratchet.trainer.learner import forward_pass
 from ratchet.trainer.learner.forward_pass import MAX_TREE_TOKENS, pack_rows, prefix_tree
 from ratchet.trainer.learner.host import Learner

@@ -15,13 +15,13 @@ from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.records import OTHER, Feedback
 from ratchet.store.states import PolicyState, RoundState, TrajectoryState, TuningState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.warm_start import COLLECTED, SFTDataCollector, SFTRows, mix_rows, warm_start_metrics
 from ratchet.trainer.errors import SettingError
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.trainer_sections import WarmStartSettings
 from ratchet.trainer.tasks import is_held_out
+from ratchet.trainer.warm_start import COLLECTED, SFTDataCollector, SFTRows, mix_rows, warm_start_metrics
 from tests.harness.records import QUESTION, call_start, ended, tool_call
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work

@@ -8,9 +8,9 @@ import pytest
 
 from ratchet.store.states import ToolResult
 from ratchet.store.store import Store
-from ratchet.trainer.controller.sentinel import sentinel
-from ratchet.trainer.controller.sentinel.checks import read_behavior
-from ratchet.trainer.controller.sentinel.sentinel import Sentinel
+from ratchet.trainer.sentinel import sentinel
+from ratchet.trainer.sentinel.checks import read_behavior
+from ratchet.trainer.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from tests.harness import records
 from tests.harness.records import answered_trajectory, call_start, ended

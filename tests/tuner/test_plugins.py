@@ -14,9 +14,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from ratchet.store.store import open_store
-from ratchet.trainer.controller.advantages import cohort_advantages, group_advantages
-from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.advantages import cohort_advantages, group_advantages
 from ratchet.trainer.errors import JudgeError, NoLearningSignal, PluginError, SettingError, TuningError
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.observability.monitors import check_installed, monitored
 from ratchet.trainer.rows.token_row import TokenRow
@@ -200,7 +200,7 @@ def test_code_for_a_plugin_that_is_not_installed_is_refused_with_its_distributio
     program = (
         "import importlib\n"
         "from ratchet.errors import RatchetError\n"
-        "from ratchet.trainer.controller.judges.kinds.function import FunctionJudge\n"
+        "from ratchet.trainer.judges.kinds.function import FunctionJudge\n"
         "from ratchet.tuner.rollouts.workflow import FunctionWorkflow\n"
         "async def workflow(task, model: 'ChatModelBase'): return task\n"
         "async def judge(response, auxiliary_models): return len(response)\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import BudgetExceeded, TuningError
+from ratchet.trainer.judges.language_model import LanguageModel
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.optimizer import load_optimizer
 from ratchet.tuner.prompts.reflection_model import ReflectionModel

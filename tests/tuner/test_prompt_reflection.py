@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import JudgeRequest
-from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import BudgetExceeded, TuningError, Unanswered
+from ratchet.trainer.judges.language_model import LanguageModel
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.optimizer import Example
 from ratchet.tuner.prompts.reflection_model import ReflectionModel, fit

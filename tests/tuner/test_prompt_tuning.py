@@ -10,8 +10,8 @@ import pytest
 
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import TooManyFailures, TuningError, Unjudged
+from ratchet.trainer.judges.language_model import LanguageModel
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.optimizer import load_optimizer
 from ratchet.tuner.prompts.prompt_tuning import Found, PromptPlan, PromptTuning, divide

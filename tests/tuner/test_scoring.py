@@ -15,9 +15,9 @@ from ratchet.store.operation_records import ProxyInstance, Rollout, Tuning
 from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import RolloutState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.judgement import DraftVerdict, GroupJudgement, Judge
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement, Judge
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import read_spec
 from ratchet.trainer.tasks import Task
 from ratchet.tuner.rollouts.diagnosis import judge_problems

@@ -12,8 +12,8 @@ import pytest
 
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import TuningError
+from ratchet.trainer.judges.kinds.function import FunctionJudge
 from ratchet.trainer.statistics import ComparisonVerdict
 from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.reports import read

@@ -17,8 +17,8 @@ from ratchet.store.operation_records import Tuning
 from ratchet.store.reasons import DropReason
 from ratchet.store.states import PolicyState, RolloutState, TuningState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import TuningError
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import ComparisonVerdict

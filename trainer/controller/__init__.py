@@ -1,1 +1,1 @@
-"""What the controller decides: groups, judgements, advantages, rounds. No processes, no torch."""
+"""The controller as a process: its agents, their leases, and one agent's controller, which steps what is due."""

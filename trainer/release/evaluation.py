@@ -22,11 +22,11 @@ from ratchet.store.records import Call, PastScore, Policy, Transcript
 from ratchet.store.statistics import interval
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer, replicas_that_serve
-from ratchet.trainer.controller.background_work import BackgroundWork, no_change
-from ratchet.trainer.controller.judges.judgement import Judge
-from ratchet.trainer.controller.judges.kinds.combined import judge_in_both_orders
-from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.background_work import BackgroundWork, no_change
 from ratchet.trainer.errors import EngineError, EngineUnreachable, SettingError, TrainerError, TuningError
+from ratchet.trainer.judges.judgement import Judge
+from ratchet.trainer.judges.kinds.combined import judge_in_both_orders
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.release.candidates import version_name
 from ratchet.trainer.release.evidence import DifferenceSums
 from ratchet.trainer.release.invariants import KIND as INVARIANTS

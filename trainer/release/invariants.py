@@ -19,7 +19,8 @@ from ratchet.store.records import Call, Policy
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import SampledAnswer, VllmServer, replicas_that_serve
-from ratchet.trainer.controller.sentinel.checks import (
+from ratchet.trainer.errors import AdapterRefused
+from ratchet.trainer.sentinel.checks import (
     asks_in_place_of_acting,
     has_invalid_tool_call,
     is_empty,
@@ -27,7 +28,6 @@ from ratchet.trainer.controller.sentinel.checks import (
     name_of,
     repeats_itself,
 )
-from ratchet.trainer.errors import AdapterRefused
 
 # Invariants: does a candidate break what the live version does, on the same recent prompts? Pure; no judge.
 #

@@ -14,7 +14,7 @@ from ratchet.store.reasons import DropReason
 from ratchet.store.records import BASE_VERSION, Decision, PastScore, Policy
 from ratchet.store.states import SERVING, PolicyAction, PolicyState, TuningKind, TuningState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.judgement import Judge
+from ratchet.trainer.judges.judgement import Judge
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.release.candidates import is_trained, version_name
 from ratchet.trainer.release.evaluation import SecondOpinionRunner, mean_difference

@@ -145,7 +145,7 @@ def _plugin(name: str) -> Objective:
     return found
 
 
-# Advantage estimators by name; the built-in formulas are in `ratchet.trainer.controller.advantages`.
+# Advantage estimators by name; the built-in formulas are in `ratchet.trainer.advantages`.
 BUILT_IN = ("grpo", "dr_grpo", "rloo", "reinforce++")
 DEFAULT_ESTIMATOR = "dr_grpo"  # of trainer.advantage_estimator
 

@@ -27,9 +27,9 @@ from msgspec.structs import replace
 from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.records import JudgeRequest, Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.controller.judges.transcript_json import shortened
 from ratchet.trainer.errors import BudgetExceeded, SettingError, TaskSetError, TooManyFailures, TuningError, Unjudged
+from ratchet.trainer.judges.language_model import LanguageModel
+from ratchet.trainer.judges.transcript_json import shortened
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.statistics import Compared, ComparisonVerdict, compare
 from ratchet.trainer.tasks import TEST, TRAIN, Task, TaskSet

@@ -18,9 +18,9 @@ from typing import Any, Final
 import msgspec
 
 from ratchet.store.records import JudgeRequest
-from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
-from ratchet.trainer.controller.judges.transcript_json import truncated_json
 from ratchet.trainer.errors import JudgeUnavailable, TuningError, Unanswered
+from ratchet.trainer.judges.language_model import JudgeModelSession, LanguageModel
+from ratchet.trainer.judges.transcript_json import truncated_json
 from ratchet.tuner.prompts.optimizer import Example
 from ratchet.tuner.prompts.trials import Budget
 

@@ -23,8 +23,8 @@ from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Transcript
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.transcript_json import shortened
 from ratchet.trainer.errors import BudgetExceeded, SetAside, TuningError, Unjudged
+from ratchet.trainer.judges.transcript_json import shortened
 from ratchet.trainer.statistics import Mark, Missing
 from ratchet.trainer.tasks import Task
 from ratchet.tuner.prompts.optimizer import Example

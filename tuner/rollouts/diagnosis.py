@@ -18,7 +18,7 @@ from ratchet.store.operation_records import Rollout
 from ratchet.store.reasons import describe_untrained
 from ratchet.store.records import Transcript, WorkflowResult
 from ratchet.store.states import CallState, RolloutState
-from ratchet.trainer.controller.judges.judgement import Judge
+from ratchet.trainer.judges.judgement import Judge
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings

@@ -22,8 +22,8 @@ from ratchet.store.operation_records import Rollout
 from ratchet.store.records import Transcript, Verdict
 from ratchet.store.states import CallState, RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.judgement import GroupJudgement, Judge
-from ratchet.trainer.controller.judges.kinds.combined import judge_in_both_orders
+from ratchet.trainer.judges.judgement import GroupJudgement, Judge
+from ratchet.trainer.judges.kinds.combined import judge_in_both_orders
 from ratchet.trainer.observability.progress import Phase, Progress
 from ratchet.tuner.rollouts.prices import RolloutCost, judging_cost
 

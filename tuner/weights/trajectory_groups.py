@@ -32,8 +32,8 @@ from ratchet.store.records import (
 from ratchet.store.states import CallState, TuningState
 from ratchet.store.statistics import SCORE_RANGE, number_of
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.judgement import components_problem, cut
 from ratchet.trainer.errors import TuningError
+from ratchet.trainer.judges.judgement import components_problem, cut
 from ratchet.trainer.statistics import has_signal
 from ratchet.trainer.tasks import content_id
 

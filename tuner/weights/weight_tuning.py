@@ -33,14 +33,14 @@ from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.reasons import describe_untrained, drop_meaning
 from ratchet.store.states import PolicyState, RoundState, TrajectoryState, TuningState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.backlog import is_drained
-from ratchet.trainer.controller.warm_start import COLLECTED, warm_start_metrics
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.observability.progress import Progress
+from ratchet.trainer.rounds.backlog import is_drained
 from ratchet.trainer.settings.trainer_sections import WarmStartSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics import CandidateScore, Compared, ComparisonVerdict, compare, rank
 from ratchet.trainer.tasks import TEST, Task
+from ratchet.trainer.warm_start import COLLECTED, warm_start_metrics
 from ratchet.tuner.reports import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs

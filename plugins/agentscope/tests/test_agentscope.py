@@ -22,8 +22,8 @@ from ratchet.agentscope import (
     select_model,
     tune_prompt,
 )
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import read_spec
 
 TASK = {"question": "Capital of Norway?", "answer": "Oslo"}

@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 
 from ratchet.store.records import Transcript
 from ratchet.store.states import ToolOutcome, ToolResult
-from ratchet.trainer.controller.judges.judgement import DraftVerdict, GroupJudgement, last_answer, version_of
-from ratchet.trainer.controller.judges.transcript_json import used_tool_calls
+from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement, last_answer, version_of
+from ratchet.trainer.judges.transcript_json import used_tool_calls
 from ratchet.trainer.settings.judge_specs import JudgeSettings, JudgeTraits
 
 # A pattern that matches all of these matches every response.

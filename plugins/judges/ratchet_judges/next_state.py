@@ -17,16 +17,16 @@ import msgspec
 from pydantic import Field
 
 from ratchet.store.records import JudgeRequest, Transcript, Verdict
-from ratchet.trainer.controller.judges.judgement import MAX_COMPONENTS, DraftVerdict, GroupJudgement, version_of
-from ratchet.trainer.controller.judges.language_model import (
+from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
+from ratchet.trainer.judges.judgement import MAX_COMPONENTS, DraftVerdict, GroupJudgement, version_of
+from ratchet.trainer.judges.language_model import (
     JudgeModelSession,
     LanguageModel,
     ask_unless_away,
     ask_within,
     key_of_model,
 )
-from ratchet.trainer.controller.judges.transcript_json import JudgeImages, fitted
-from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
+from ratchet.trainer.judges.transcript_json import JudgeImages, fitted
 from ratchet.trainer.settings.judge_specs import JudgeTraits, ModelSpec
 
 _RATINGS: Mapping[str, float] = {"good": 1.0, "neutral": 0.5, "bad": 0.0}

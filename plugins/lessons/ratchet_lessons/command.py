@@ -57,7 +57,7 @@ def lessons(
     from ratchet.api.run_lease import RunLease
     from ratchet.api.tune_prompt import reflection_setting
     from ratchet.settings.setting_errors import readable_errors
-    from ratchet.trainer.controller.judges.language_model import LanguageModel, key_of_model
+    from ratchet.trainer.judges.language_model import LanguageModel, key_of_model
     from ratchet_lessons.lessons import LessonSettings, check, learn, start_ramp
 
     settings = options.read_agent_settings(context, reflection_setting(reflection_url, reflection_model))

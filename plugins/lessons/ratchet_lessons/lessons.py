@@ -25,9 +25,9 @@ from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import PastScore, Policy, Prompt, Transcript
 from ratchet.store.states import PolicyState, PromptMode
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
-from ratchet.trainer.controller.judges.transcript_json import fitted_each, shortened
 from ratchet.trainer.errors import JudgeUnavailable, TuningError
+from ratchet.trainer.judges.language_model import JudgeModelSession, LanguageModel
+from ratchet.trainer.judges.transcript_json import fitted_each, shortened
 
 log = logging.getLogger(__name__)
 

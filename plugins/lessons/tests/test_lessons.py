@@ -12,8 +12,8 @@ from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.records import PastScore, Prompt, Verdict
 from ratchet.store.states import PolicyState, PromptMode
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import TuningError
+from ratchet.trainer.judges.language_model import LanguageModel
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet_lessons.lessons import (
     HEADER,

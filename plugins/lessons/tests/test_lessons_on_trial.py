@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.language_model import LanguageModel
+from ratchet.trainer.judges.language_model import LanguageModel
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet_lessons.lessons import LessonSettings, learn, start_ramp
 from tests.harness.chat_models import ScriptedModel, says

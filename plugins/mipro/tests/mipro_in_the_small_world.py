@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratchet.trainer.controller.judges.language_model import LanguageModel
+from ratchet.trainer.judges.language_model import LanguageModel
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.optimizer import load_optimizer
 from ratchet.tuner.prompts.reflection_model import ReflectionModel

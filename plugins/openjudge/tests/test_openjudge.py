@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges.judgement import Judge
-from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.judgement import Judge
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.clients.program import HOME, SKIP

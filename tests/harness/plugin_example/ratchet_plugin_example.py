@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges.judgement import GroupJudgement
+from ratchet.trainer.judges.judgement import GroupJudgement
 from ratchet.trainer.observability.monitors import Point
 from ratchet.trainer.settings.objectives import AdvantageFunctions, Objective, StepTokens
 from ratchet.tuner.prompts.optimizer import Evaluate, Reflection, Search

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ratchet.trainer.controller_service import controller_process
-from ratchet.trainer.controller_service.learner_work import LearnerFactory
+from ratchet.trainer.controller import process
+from ratchet.trainer.controller.learner_work import LearnerFactory
 from ratchet.trainer.learner import distributed
 from ratchet.trainer.learner.host import Learner, LearnerHost
 from ratchet.trainer.learner.launch import processes
@@ -88,4 +88,4 @@ def _learner(settings: TrainerSettings, resume_from: str | None, make_host: Call
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     settings = TrainerSettings(**json.loads(sys.argv[1]))
-    sys.exit(run_with_learner(lambda made: controller_process.run({settings.model: settings}, made)))
+    sys.exit(run_with_learner(lambda made: process.run({settings.model: settings}, made)))

@@ -30,7 +30,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ratchet.store.store import open_store
 from ratchet.trainer.adapters.adapter_store import AdapterStore
-from ratchet.trainer.controller_service.controller_process import run
+from ratchet.trainer.controller.process import run
 from ratchet.trainer.errors import CheckpointError
 from ratchet.trainer.learner_client import LearnerAccess
 from ratchet.trainer.learner_service.operations import CheckpointReferences, LocalReferences, StoredReferences

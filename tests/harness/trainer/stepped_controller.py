@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ratchet.store.store import Store
-from ratchet.trainer.controller.background_work import BackgroundWork, Result
-from ratchet.trainer.controller_service.agent_controller import AgentController
-from ratchet.trainer.controller_service.learner_work import LearnerFactory
+from ratchet.trainer.background_work import BackgroundWork, Result
+from ratchet.trainer.controller.agent_controller import AgentController
+from ratchet.trainer.controller.learner_work import LearnerFactory
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.trainer import judge_samples
 

@@ -19,15 +19,15 @@ from ratchet.store.records import RESAMPLE, Call, Trajectory
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import load_of
-from ratchet.trainer.controller.advantages import ScoreHistory
-from ratchet.trainer.controller.collect.grouping import (
+from ratchet.trainer.advantages import ScoreHistory
+from ratchet.trainer.collect.grouping import (
     GroupingPlan,
     PlannedGroup,
     cohort_key,
     plan_cohorts,
     plan_groups,
 )
-from ratchet.trainer.controller.collect.resampler import KEY_VARIABLE, Resampler
+from ratchet.trainer.collect.resampler import KEY_VARIABLE, Resampler
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.judge_specs import DROP, ByFamilySpec, CompositeSpec, FeedbackSpec, JudgeSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings

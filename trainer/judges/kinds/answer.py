@@ -22,13 +22,13 @@ from typing import Any
 import msgspec
 
 from ratchet.store.records import Transcript
-from ratchet.trainer.controller.judges.judgement import (
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.judgement import (
     DraftVerdict,
     NamedJudge,
     response_of,
     version_of,
 )
-from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import AnswerSpec
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")

@@ -23,12 +23,12 @@ from ratchet.store.operation_records import Tuning
 from ratchet.store.records import OTHER, Policy, Transcript, cohort_of
 from ratchet.store.states import CallState, RolloutState, TuningState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.collect.collector import RoleResolver
-from ratchet.trainer.controller.judges.judgement import Judge
-from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.rounds.round_runner import RoundRunner
+from ratchet.trainer.collect.collector import RoleResolver
 from ratchet.trainer.errors import LearningError, RowError, SettingError, TuningError
+from ratchet.trainer.judges.judgement import Judge
+from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.learner_api import LearnerProtocol, RoundReport
+from ratchet.trainer.rounds.round_runner import RoundRunner
 from ratchet.trainer.rows import preference_rows
 from ratchet.trainer.rows.build_rows import ALL_ROLES, TrainedAnswers, build_rows
 from ratchet.trainer.rows.chat_rows import ChatRenderer, ChatRowsProcess, Conversation

@@ -15,10 +15,10 @@ from ratchet.store.errors import InvalidTransition
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group, JudgeRequest, Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages import AdvantageEstimator, JudgedGroup
-from ratchet.trainer.controller.background_work import ignore
-from ratchet.trainer.controller.judges.judgement import GroupJudgement, Judge, cut
-from ratchet.trainer.controller.judges.rejudging import SecondJudge
+from ratchet.trainer.advantages import AdvantageEstimator, JudgedGroup
+from ratchet.trainer.background_work import ignore
+from ratchet.trainer.judges.judgement import GroupJudgement, Judge, cut
+from ratchet.trainer.judges.rejudging import SecondJudge
 from ratchet.trainer.observability.progress import GATHERING, JUDGING, Progress
 
 # Caches between the judge and the training round. Both are bounded, and the store always decides.

@@ -21,15 +21,15 @@ import msgspec
 
 from ratchet.store.content import messages as canon
 from ratchet.store.records import Transcript
-from ratchet.trainer.controller.judges.judgement import (
+from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
+from ratchet.trainer.judges.judgement import (
     DraftVerdict,
     GroupJudgement,
     NamedJudge,
     version_of,
 )
-from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, Message, ask_within
-from ratchet.trainer.controller.judges.transcript_json import JudgeImages, fitted_each
-from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
+from ratchet.trainer.judges.language_model import JudgeModelSession, LanguageModel, Message, ask_within
+from ratchet.trainer.judges.transcript_json import JudgeImages, fitted_each
 from ratchet.trainer.settings.judge_specs import RulerSpec
 
 _BYTES_PER_TOKEN = 3.0  # of UTF-8, a low estimate; English has four

@@ -32,10 +32,8 @@ from ratchet.store.reports.learning_report import describe_collapse, movement_of
 from ratchet.store.states import RoundState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote, number_of
-from ratchet.trainer.controller.advantages import AdvantageEstimator, JudgedGroup, MemberAdvantages
-from ratchet.trainer.controller.collect.collector import RoleResolver
-from ratchet.trainer.controller.judges.judge_runner import JudgedGroupCache, TranscriptCache
-from ratchet.trainer.controller.rounds.backlog import RoundSize, age
+from ratchet.trainer.advantages import AdvantageEstimator, JudgedGroup, MemberAdvantages
+from ratchet.trainer.collect.collector import RoleResolver
 from ratchet.trainer.errors import (
     CheckpointDamaged,
     NoLearningSignal,
@@ -44,7 +42,9 @@ from ratchet.trainer.errors import (
     TrainerError,
     TrainingDiverged,
 )
+from ratchet.trainer.judges.judge_runner import JudgedGroupCache, TranscriptCache
 from ratchet.trainer.learner_api import LearnerProtocol, RoundReport
+from ratchet.trainer.rounds.backlog import RoundSize, age
 from ratchet.trainer.rows.build_rows import ALL_ROLES, AnswerKey, Rows, build_rows
 from ratchet.trainer.rows.token_row import ROWS, Roles, TokenRow, contexts
 from ratchet.trainer.rows.trajectory_export import AnswerRecords

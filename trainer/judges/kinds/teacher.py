@@ -31,13 +31,13 @@ from ratchet.store.records import (
     unpack_logprobs,
 )
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.controller.judges.judgement import (
+from ratchet.trainer.errors import AdapterRefused, EngineUnreachable, JudgeError, PromptLogprobsMissing, RowError
+from ratchet.trainer.judges.judgement import (
     DraftVerdict,
     GroupJudgement,
     NamedJudge,
     version_of,
 )
-from ratchet.trainer.errors import AdapterRefused, EngineUnreachable, JudgeError, PromptLogprobsMissing, RowError
 from ratchet.trainer.rows.build_rows import UNSCORED, AnswerKey, build_rows
 from ratchet.trainer.settings.judge_specs import TeacherSpec
 

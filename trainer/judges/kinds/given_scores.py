@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from ratchet.store.records import Feedback, Transcript
-from ratchet.trainer.controller.judges.judgement import (
+from ratchet.trainer.judges.judgement import (
     DraftVerdict,
     NamedJudge,
     version_of,

@@ -31,7 +31,8 @@ from typing import Any
 import msgspec
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges.judgement import (
+from ratchet.trainer.errors import JudgeError, NotCallable, NotImportable
+from ratchet.trainer.judges.judgement import (
     DraftVerdict,
     GroupJudgement,
     NamedJudge,
@@ -39,8 +40,7 @@ from ratchet.trainer.controller.judges.judgement import (
     response_of,
     version_of,
 )
-from ratchet.trainer.controller.judges.transcript_json import tool_outcomes
-from ratchet.trainer.errors import JudgeError, NotCallable, NotImportable
+from ratchet.trainer.judges.transcript_json import tool_outcomes
 from ratchet.trainer.user_code import (
     AcceptedParameters,
     ModelServer,

@@ -17,8 +17,8 @@ import msgspec
 
 from ratchet.store.records import ToolCall, Trajectory, Transcript, Verdict, WorkflowResult
 from ratchet.store.states import ToolOutcome, TrajectoryState
-from ratchet.trainer.controller.judges.judgement import NO_RETURN, Judge, last_answer
 from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.judgement import NO_RETURN, Judge, last_answer
 from ratchet.trainer.tasks import content_id
 
 # Transcripts for the lint of a judge: a synthetic or recorded one with the correct answer, and copies with others.

@@ -31,7 +31,7 @@ from ratchet.store.records import RESAMPLE, Call, Resample, Trajectory, Transcri
 from ratchet.store.states import ResampleState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import BusyPeriod, VllmLoad
-from ratchet.trainer.controller.collect.grouping import PlannedGroup
+from ratchet.trainer.collect.grouping import PlannedGroup
 from ratchet.trainer.rows.build_rows import why_untrainable
 from ratchet.trainer.settings.trainer_sections import ResamplingSettings
 

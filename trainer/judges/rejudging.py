@@ -15,8 +15,8 @@ from ratchet.store.errors import RecordDamaged
 from ratchet.store.operation_records import Observation
 from ratchet.store.records import Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages import AdvantageEstimator
-from ratchet.trainer.controller.judges.judgement import GroupJudgement, Judge
+from ratchet.trainer.advantages import AdvantageEstimator
+from ratchet.trainer.judges.judgement import GroupJudgement, Judge
 from ratchet.trainer.observability.metrics import Finding
 from ratchet.trainer.statistics import kendall_tau_b, score_differences
 

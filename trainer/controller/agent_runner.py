@@ -28,15 +28,15 @@ from ratchet.store.errors import RecordDamaged, StoreUnavailable
 from ratchet.store.reasons import DropReason
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.base_model_files import DIGESTS, check_files
-from ratchet.trainer.controller.background_work import BackgroundWork
-from ratchet.trainer.controller_service.agent_controller import (
+from ratchet.trainer.background_work import BackgroundWork
+from ratchet.trainer.controller.agent_controller import (
     MAX_OVERTAKEN,
     OVERTAKEN,
     AgentController,
 )
-from ratchet.trainer.controller_service.agent_leases import AgentLeases, LeaseState
-from ratchet.trainer.controller_service.learner_work import LearnerFactory
-from ratchet.trainer.controller_service.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
+from ratchet.trainer.controller.agent_leases import AgentLeases, LeaseState
+from ratchet.trainer.controller.learner_work import LearnerFactory
+from ratchet.trainer.controller.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
 from ratchet.trainer.errors import TrainerError, WorkerProcessLost
 from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
 from ratchet.trainer.observability.monitors import monitored

@@ -15,17 +15,17 @@ from ratchet.store.records import Round, Transcript
 from ratchet.store.reports.learning_report import rejected_rows
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.rejudging import KIND as AGREEMENT
-from ratchet.trainer.controller.judges.rejudging import SecondJudge, agreement
-from ratchet.trainer.controller.sentinel.checks import CHECK as TOOL_HEALTH
-from ratchet.trainer.controller.sentinel.checks import (
+from ratchet.trainer.judges.rejudging import KIND as AGREEMENT
+from ratchet.trainer.judges.rejudging import SecondJudge, agreement
+from ratchet.trainer.observability.metrics import Finding, TrainerMetrics
+from ratchet.trainer.rows.token_row import UNTRAINED_ROLE
+from ratchet.trainer.sentinel.checks import CHECK as TOOL_HEALTH
+from ratchet.trainer.sentinel.checks import (
     ToolHistory,
     TrajectoryBehavior,
     check_tool_health,
     read_behavior,
 )
-from ratchet.trainer.observability.metrics import Finding, TrainerMetrics
-from ratchet.trainer.rows.token_row import UNTRAINED_ROLE
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import MIN_SIGMAS, MeanChange, mean_change
 

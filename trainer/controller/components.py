@@ -12,15 +12,14 @@ from dataclasses import dataclass
 
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.controller.advantages import AdvantageEstimator, ScoreHistory
-from ratchet.trainer.controller.judges.calibration import NOISE
-from ratchet.trainer.controller.judges.judge_runner import JudgedGroupCache, JudgeRunner, zero_variance_groups
-from ratchet.trainer.controller.judges.judgement import Judge
-from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
-from ratchet.trainer.controller.judges.make_judge import RunJudges, make_judge
-from ratchet.trainer.controller.judges.rejudging import Rejudger, SecondJudge
-from ratchet.trainer.controller.sentinel.sentinel import Sentinel
+from ratchet.trainer.advantages import AdvantageEstimator, ScoreHistory
 from ratchet.trainer.errors import EngineUnreachable, JudgeError
+from ratchet.trainer.judges.calibration import NOISE
+from ratchet.trainer.judges.judge_runner import JudgedGroupCache, JudgeRunner, zero_variance_groups
+from ratchet.trainer.judges.judgement import Judge
+from ratchet.trainer.judges.kinds.teacher import TeacherJudge
+from ratchet.trainer.judges.make_judge import RunJudges, make_judge
+from ratchet.trainer.judges.rejudging import Rejudger, SecondJudge
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.release.evaluation import (
@@ -32,6 +31,7 @@ from ratchet.trainer.release.evaluation import (
 )
 from ratchet.trainer.release.publisher import Publisher
 from ratchet.trainer.release.release_controller import ReleaseController
+from ratchet.trainer.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.judge_specs import TeacherSpec, asks_language_model, gives_only_ranks
 from ratchet.trainer.settings.objectives import find_estimator
 from ratchet.trainer.settings.trainer_settings import TrainerSettings

@@ -13,7 +13,7 @@ from typing import Any
 
 from ratchet.store.records import ToolCall, Transcript
 from ratchet.store.states import ToolOutcome, ToolResult
-from ratchet.trainer.controller.judges.judgement import text_of
+from ratchet.trainer.judges.judgement import text_of
 from ratchet.trainer.observability.metrics import Finding
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from ratchet.trainer.statistics import MIN_SIGMAS, MIN_VALUES, share_change

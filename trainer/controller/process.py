@@ -13,11 +13,11 @@ from types import FrameType
 from ratchet.store.coordination import ALL_KINDS, AgentActivity, has_grown
 from ratchet.store.errors import StoreError, StoreUnavailable
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.controller_service.agent_leases import AgentLeases
-from ratchet.trainer.controller_service.agent_runner import AgentCondition, AgentRunner, SharedByAgents
-from ratchet.trainer.controller_service.learner_work import LearnerFactory
-from ratchet.trainer.controller_service.look_pacing import LookPacing
-from ratchet.trainer.controller_service.outages import OutageLog
+from ratchet.trainer.controller.agent_leases import AgentLeases
+from ratchet.trainer.controller.agent_runner import AgentCondition, AgentRunner, SharedByAgents
+from ratchet.trainer.controller.learner_work import LearnerFactory
+from ratchet.trainer.controller.look_pacing import LookPacing
+from ratchet.trainer.controller.outages import OutageLog
 from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.observability.metrics import MetricsRegistry
 from ratchet.trainer.observability.monitors import check_installed

@@ -24,7 +24,8 @@ import httpx
 import msgspec
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges.judgement import (
+from ratchet.trainer.errors import JudgeAway
+from ratchet.trainer.judges.judgement import (
     DraftVerdict,
     GroupJudgement,
     NamedJudge,
@@ -32,9 +33,8 @@ from ratchet.trainer.controller.judges.judgement import (
     response_of,
     version_of,
 )
-from ratchet.trainer.controller.judges.language_model import ask_unless_away, is_unreached, remedy_of
-from ratchet.trainer.controller.judges.transcript_json import tool_outcomes
-from ratchet.trainer.errors import JudgeAway
+from ratchet.trainer.judges.language_model import ask_unless_away, is_unreached, remedy_of
+from ratchet.trainer.judges.transcript_json import tool_outcomes
 from ratchet.trainer.settings.judge_specs import CallerSpec, GraderSpec
 
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)

@@ -16,16 +16,16 @@ from pydantic import ValidationError
 from ratchet.store.operation_records import Tuning
 from ratchet.store.records import Transcript, Verdict
 from ratchet.store.states import TuningState
-from ratchet.trainer.controller.judges.judgement import DraftVerdict, GroupJudgement, Judge
-from ratchet.trainer.controller.judges.kinds.answer import AnswerJudge
-from ratchet.trainer.controller.judges.kinds.combined import ByFamilyJudge, CompositeJudge, Part
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.kinds.given_scores import FeedbackJudge, RewardJudge
-from ratchet.trainer.controller.judges.kinds.http_grader import AWAY, CallerJudge, GraderJudge
-from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
-from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
-from ratchet.trainer.controller.judges.language_model import LanguageModel, key_of_model
 from ratchet.trainer.errors import JudgeError, PluginError
+from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement, Judge
+from ratchet.trainer.judges.kinds.answer import AnswerJudge
+from ratchet.trainer.judges.kinds.combined import ByFamilyJudge, CompositeJudge, Part
+from ratchet.trainer.judges.kinds.function import FunctionJudge
+from ratchet.trainer.judges.kinds.given_scores import FeedbackJudge, RewardJudge
+from ratchet.trainer.judges.kinds.http_grader import AWAY, CallerJudge, GraderJudge
+from ratchet.trainer.judges.kinds.ruler import RulerJudge
+from ratchet.trainer.judges.kinds.teacher import TeacherJudge
+from ratchet.trainer.judges.language_model import LanguageModel, key_of_model
 from ratchet.trainer.settings.judge_specs import (
     AnswerSpec,
     ByFamilySpec,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges.judgement import (
+from ratchet.trainer.judges.judgement import (
     DraftVerdict,
     GroupJudgement,
     Judge,

@@ -24,14 +24,14 @@ from ratchet.store.records import Group, Policy
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.adapters.base_model_files import ServedBaseModel
-from ratchet.trainer.controller.rounds.round_runner import MemoryLimit, RoundRunner
-from ratchet.trainer.controller.warm_start import REFUSALS, SFTRound, WarmStartRequests, learner_settings
 from ratchet.trainer.errors import OutOfMemory, TrainingDiverged
 from ratchet.trainer.learner_api import LearnerProtocol
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.release.publisher import Publisher, PublishResult
 from ratchet.trainer.release.release_controller import retained, versions_in_use
+from ratchet.trainer.rounds.round_runner import MemoryLimit, RoundRunner
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.warm_start import REFUSALS, SFTRound, WarmStartRequests, learner_settings
 
 log = logging.getLogger(__name__)
 

@@ -54,25 +54,25 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import make_adapter_store
 from ratchet.trainer.adapters.base_model_files import ServedBaseModel
 from ratchet.trainer.adapters.vllm_api import ReplicaFleet
-from ratchet.trainer.controller.background_work import BackgroundWork, ignore, no_change
-from ratchet.trainer.controller.collect.collector import RoleResolver, TrajectoryCollector, feedback_wait_of
-from ratchet.trainer.controller.judges.judge_runner import TranscriptCache
-from ratchet.trainer.controller.rounds.backlog import Backlog, RoundSize
-from ratchet.trainer.controller.rounds.round_runner import MemoryLimit, RoundRunner
-from ratchet.trainer.controller.warm_start import WarmStartRequests
-from ratchet.trainer.controller_service.components import make_judging_components, make_release_components
-from ratchet.trainer.controller_service.learner_work import LearnerFactory, LearnerWork, Publication
-from ratchet.trainer.controller_service.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
+from ratchet.trainer.background_work import BackgroundWork, ignore, no_change
+from ratchet.trainer.collect.collector import RoleResolver, TrajectoryCollector, feedback_wait_of
+from ratchet.trainer.controller.components import make_judging_components, make_release_components
+from ratchet.trainer.controller.learner_work import LearnerFactory, LearnerWork, Publication
+from ratchet.trainer.controller.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
 from ratchet.trainer.errors import OutOfMemory
+from ratchet.trainer.judges.judge_runner import TranscriptCache
 from ratchet.trainer.learner_api import LearnerProtocol
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import GATHERING, Progress, StoredProgress, Watcher, watch_for_service
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.evaluation import MakeWorkflowEvaluator
 from ratchet.trainer.release.release_controller import best_first
+from ratchet.trainer.rounds.backlog import Backlog, RoundSize
+from ratchet.trainer.rounds.round_runner import MemoryLimit, RoundRunner
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.judge_specs import gives_only_ranks
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.warm_start import WarmStartRequests
 
 log = logging.getLogger(__name__)
 start = logging.getLogger("ratchet.start")  # logged at any log_level: `ratchet up` waits for it

@@ -20,8 +20,8 @@ import msgspec
 from ratchet.store.errors import install_hint
 from ratchet.store.ids import new_id
 from ratchet.store.records import JudgeRequest
-from ratchet.trainer.controller.judges.judgement import DraftVerdict
 from ratchet.trainer.errors import JudgeAway, JudgeError, JudgeUnavailable, QuestionTooLong
+from ratchet.trainer.judges.judgement import DraftVerdict
 from ratchet.trainer.settings.judge_specs import ModelSpec
 
 # Which errors of a judge's endpoint are outages: trajectories wait for them, and no attempt of the judge is counted.
