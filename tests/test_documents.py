@@ -12,7 +12,7 @@ import click
 import pytest
 
 from ratchet.cli import cli
-from ratchet.trainer.judges.lint import tricks
+from ratchet.trainer.judges.quality import tricks
 from tests.harness import reference_docs
 
 ROOT = Path(__file__).parents[1]

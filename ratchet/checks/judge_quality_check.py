@@ -20,8 +20,8 @@ from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import StoreError, StoreNotFound
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.errors import TrainerError
-from ratchet.trainer.judges.lint import LintOutcome, Place, lint, synthetic
 from ratchet.trainer.judges.make_judge import make_judge
+from ratchet.trainer.judges.quality import LintOutcome, Place, lint, synthetic
 from ratchet.trainer.settings.judge_specs import PluginSpec, plugin_traits
 from ratchet.tuner.rollouts.diagnosis import judge_problems
 

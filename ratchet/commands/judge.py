@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from ratchet.store.operation_records import Rollout
     from ratchet.store.records import Group
     from ratchet.store.store import Store
-    from ratchet.trainer.judges.calibration import Calibration, Comparison
     from ratchet.trainer.judges.judgement import Judge
-    from ratchet.trainer.judges.lint import LintTranscript
+    from ratchet.trainer.judges.quality import Calibration, Comparison, LintTranscript
 
 EXIT_NOT_CHECKED = 3  # the judge reads nothing that the lint can vary
 _NO_JUDGE = "no judge is set: give --judge module:function or a YAML file, or set trainer.judge"
@@ -198,8 +197,8 @@ def lint(settings: Settings, wrong: tuple[str, ...], **example: Any) -> int:
       ratchet judge lint --judge my_agent.judge:judge --task capital --answer Oslo --wrong Rome --wrong Paris
       ratchet judge lint --judge my_agent.judge:judge --trajectory traj_01J8 --tool finish.answer --wrong Rome
     """
-    from ratchet.trainer.judges.lint import LintOutcome
-    from ratchet.trainer.judges.lint import lint as try_to_fool
+    from ratchet.trainer.judges.quality import LintOutcome
+    from ratchet.trainer.judges.quality import lint as try_to_fool
 
     stage = _stage(settings, **example)
     with _judge(settings) as made:
@@ -223,7 +222,7 @@ def _stage(
     settings: Settings, task: str | None, question: str, right: str | None, trajectory: str | None, tool: str | None
 ) -> LintTranscript:
     """Return the trajectory for the lint. Raises JudgeError, RecordNotFound, UsageError."""
-    from ratchet.trainer.judges.lint import Place, recorded, synthetic
+    from ratchet.trainer.judges.quality import Place, recorded, synthetic
 
     place = Place.read(tool)
     if trajectory is None:
@@ -246,7 +245,7 @@ def rescore(settings: Settings, limit: int) -> int:
     Example:
       ratchet judge rescore --judge new_judge.yaml --limit 20
     """
-    from ratchet.trainer.judges.calibration import compare
+    from ratchet.trainer.judges.quality import compare
 
     compared = []
     with options.open_store_for_command(settings.store_url) as store, _judge(settings) as made:
@@ -302,8 +301,8 @@ def calibrate(context: click.Context, settings: Settings, truth: Any, limit: int
       ratchet judge calibrate
       ratchet judge calibrate --judge ruler.yaml --truth answers.yaml --limit 20
     """
-    from ratchet.trainer.judges.calibration import NOISE, CalibrationGroup, score_noise
-    from ratchet.trainer.judges.calibration import calibrate as calibrate_judge
+    from ratchet.trainer.judges.quality import NOISE, CalibrationGroup, score_noise
+    from ratchet.trainer.judges.quality import calibrate as calibrate_judge
 
     verifying: Any = nullcontext()
     if truth is not None:

@@ -22,7 +22,7 @@ from ratchet.store.reports.version_reports import read_awaiting_approval
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import open_store
 from ratchet.trainer.judges.kinds.function import FunctionJudge
-from ratchet.trainer.judges.lint import LintOutcome, Place, lint, synthetic
+from ratchet.trainer.judges.quality import LintOutcome, Place, lint, synthetic
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.examples.mail_rollouts import run_tasks
 from tests.harness.proxy.running_proxy import Proxy, running

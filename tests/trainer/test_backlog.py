@@ -18,7 +18,7 @@ from ratchet.store.records import Group, PastScore, Verdict
 from ratchet.store.states import GroupState, PolicyState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.advantages import SHRINKAGE, AdvantageEstimator, ScoreHistory, past_score
-from ratchet.trainer.judges.judge_runner import JudgedGroupCache, JudgeRunner
+from ratchet.trainer.judges.judge_runner import JudgeRunner
 from ratchet.trainer.judges.kinds.function import FunctionJudge
 from ratchet.trainer.rounds.backlog import Backlog, is_drained
 from ratchet.trainer.settings.trainer_settings import MAX_SCORES_PER_FAMILY, TrainerSettings
@@ -204,7 +204,7 @@ def test_a_single_that_waits_long_for_its_round_keeps_what_it_was_compared_with(
     group = store.groups.create("k", "agent", ["mail/1-0"], now=101.0)
     keeper = JudgeRunner(
         store, FunctionJudge("tests.harness.trainer.judge_samples:scripted", clock=lambda: 102.0), attempts=1,
-        retry_seconds=1.0, alarm_after=5, judged=JudgedGroupCache(store, estimator),
+        retry_seconds=1.0, alarm_after=5, estimator=estimator,
     )  # fmt: skip
     member = store.trajectories.read("mail/1-0")
     keeper.submit([group], store.trajectories.read)

@@ -13,9 +13,9 @@ from ratchet.store.records import Transcript
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.advantages import AdvantageEstimator
+from ratchet.trainer.judges.judge_runner import Rejudger
 from ratchet.trainer.judges.judgement import GroupJudgement
 from ratchet.trainer.judges.make_judge import make_judge
-from ratchet.trainer.judges.rejudging import Rejudger
 from ratchet.trainer.release.evaluation import judge_pairs
 from ratchet.trainer.release.invariants import newest_prompts
 from ratchet.trainer.rounds.round_runner import RoundRunner

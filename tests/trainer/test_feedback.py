@@ -19,10 +19,10 @@ from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.advantages import AdvantageEstimator
 from ratchet.trainer.collect.collector import FeedbackWait, feedback_wait_of
+from ratchet.trainer.judges.judge_runner import Rejudger
 from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement
 from ratchet.trainer.judges.kinds.given_scores import FeedbackJudge, votes_of
 from ratchet.trainer.judges.make_judge import make_judge
-from ratchet.trainer.judges.rejudging import Rejudger
 from ratchet.trainer.settings.judge_specs import FeedbackSpec, read_spec
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually

@@ -13,8 +13,16 @@ from ratchet.store.records import Transcript
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.judges.judgement import Judge
 from ratchet.trainer.judges.kinds.answer import contains, numeric
-from ratchet.trainer.judges.lint import LintMark, LintOutcome, LintReport, Place, lint, recorded, synthetic
 from ratchet.trainer.judges.make_judge import make_judge
+from ratchet.trainer.judges.quality import (
+    LintMark,
+    LintOutcome,
+    LintReport,
+    Place,
+    lint,
+    recorded,
+    synthetic,
+)
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.trainer.test_rules import answers, made, member
 

@@ -15,11 +15,10 @@ from ratchet.store.records import Group, Verdict
 from ratchet.store.states import GroupState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.judges.judge_runner import JudgeRunner, zero_variance_groups
+from ratchet.trainer.judges.judge_runner import JudgeRunner, SecondJudge, zero_variance_groups
 from ratchet.trainer.judges.judgement import GroupJudgement
 from ratchet.trainer.judges.kinds.function import FunctionJudge
 from ratchet.trainer.judges.make_judge import make_judge
-from ratchet.trainer.judges.rejudging import SecondJudge
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.records import answered_trajectory

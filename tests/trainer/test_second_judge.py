@@ -13,10 +13,15 @@ import pytest
 
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.judges.judge_runner import JudgeRunner
+from ratchet.trainer.judges.judge_runner import (
+    JudgeRunner,
+    PairedJudgements,
+    SecondJudge,
+    agreement,
+    in_sample,
+)
 from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement
 from ratchet.trainer.judges.kinds.function import FunctionJudge
-from ratchet.trainer.judges.rejudging import PairedJudgements, SecondJudge, agreement, in_sample
 from ratchet.trainer.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.trainer_sections import SentinelSettings
 from tests.harness.records import answered_trajectory

@@ -147,11 +147,11 @@ class AgentController:
         self._memory = MemoryLimit(store, alias, settings.learner)
         adapters = make_adapter_store(settings)
         round_runner = RoundRunner(
-            store, alias, settings.versions, self._judging.judged, self._transcripts, role_resolver,
+            store, alias, settings.versions, self._judging.estimator, self._transcripts, role_resolver,
             RoundSize(settings.groups_per_round, settings.num_generations), self._memory,
             mask_truncated=settings.mask_truncated_completions, penalized=settings.train_penalized, adapters=adapters,
         )  # fmt: skip
-        history = self._judging.judged.estimator.history
+        history = self._judging.estimator.history
         self._collector = TrajectoryCollector(store, settings, role_resolver, history, upstream_key)
         self._release = make_release_components(
             settings, store, self._replicas, self._judging, self.metrics, make_workflow_evaluator

@@ -14,12 +14,11 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.advantages import AdvantageEstimator, ScoreHistory
 from ratchet.trainer.errors import EngineUnreachable, JudgeError
-from ratchet.trainer.judges.calibration import NOISE
-from ratchet.trainer.judges.judge_runner import JudgedGroupCache, JudgeRunner, zero_variance_groups
+from ratchet.trainer.judges.judge_runner import JudgeRunner, Rejudger, SecondJudge, zero_variance_groups
 from ratchet.trainer.judges.judgement import Judge
 from ratchet.trainer.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.judges.make_judge import RunJudges, make_judge
-from ratchet.trainer.judges.rejudging import Rejudger, SecondJudge
+from ratchet.trainer.judges.quality import NOISE
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.release.evaluation import (
@@ -47,7 +46,7 @@ class JudgingComponents:
 
     judge: Judge
     second: SecondJudge | None
-    judged: JudgedGroupCache
+    estimator: AdvantageEstimator
     runner: JudgeRunner
     rejudger: Rejudger
 
@@ -85,13 +84,12 @@ def make_judging_components(
         settings.learner.objective.distillation,
         judge_noise(settings, store, judge.version),
     )
-    judged = JudgedGroupCache(store, estimator)
     runner = JudgeRunner(
         store,
         RunJudges(judge, store.tunings.get),
         attempts=settings.judge_attempts,
         retry_seconds=settings.judge_retry_seconds,
-        judged=judged,
+        estimator=estimator,
         progress=progress,
         second=second,
         zero_variance=zero_variance_groups(store, settings.model),
@@ -108,7 +106,7 @@ def make_judging_components(
         attempts=settings.judge_attempts,
         retry_seconds=settings.judge_retry_seconds,
     )
-    return JudgingComponents(judge, second, judged, runner, rejudger)
+    return JudgingComponents(judge, second, estimator, runner, rejudger)
 
 
 def judge_noise(settings: TrainerSettings, store: Store, version: str) -> float:

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
-from ratchet.store.errors import InvalidTransition
+import msgspec
+
+from ratchet.store.errors import InvalidTransition, RecordDamaged
+from ratchet.store.operation_records import Observation
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group, JudgeRequest, Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.advantages import AdvantageEstimator, JudgedGroup
+from ratchet.trainer.advantages import AdvantageEstimator
 from ratchet.trainer.background_work import ignore
 from ratchet.trainer.judges.judgement import GroupJudgement, Judge, cut
-from ratchet.trainer.judges.rejudging import SecondJudge
+from ratchet.trainer.observability.metrics import Finding
 from ratchet.trainer.observability.progress import GATHERING, JUDGING, Progress
-
-# Caches between the judge and the training round. Both are bounded, and the store always decides.
-#
-# `TranscriptCache` spares the round a second read of a trajectory, `JudgedGroupCache` a second computation of
-# advantages. Both return what the store holds now: an entry that the store has overtaken is read or computed again. The
-# judge's groups are put in by one thread while a round takes its own out in another.
-
-_SCORED = ("score", "components", "baseline_mean", "baseline_std")  # fields of a verdict that advantages depend on
+from ratchet.trainer.statistics import kendall_tau_b, score_differences
 
 
 class TranscriptCache:
-    """The transcripts of one alias that the judge has received and no round has used yet, at most `max_entries`."""
+    """The transcripts of one alias that the judge has received and no round has used yet, at most `max_entries`.
+
+    Spares the round a second read; one that the store has overtaken is read again. The judge puts transcripts in while
+    a round takes its own out in another thread.
+    """
 
     def __init__(
         self, store: Store, max_entries: int = 512, on_read: Callable[[Transcript], None] | None = None
@@ -46,7 +46,8 @@ class TranscriptCache:
     def read(self, trajectory_id: str) -> Transcript:
         transcript = self._store.trajectories.read(trajectory_id)
         with self._lock:
-            _evict(self._entries, self._max_entries)
+            while len(self._entries) >= self._max_entries:
+                del self._entries[next(iter(self._entries))]
             self._entries[trajectory_id] = transcript
         if self._on_read is not None:
             self._on_read(transcript)
@@ -65,53 +66,6 @@ class TranscriptCache:
         return self._store.trajectories.read(trajectory_id)
 
 
-class JudgedGroupCache:
-    """The judged groups of one alias that no round has used yet, at most `max_entries`."""
-
-    def __init__(self, store: Store, estimator: AdvantageEstimator, max_entries: int = 1024) -> None:
-        self.estimator = estimator
-        self._store = store
-        self._max_entries = max_entries
-        self._entries: dict[str, JudgedGroup] = {}
-        self._lock = threading.Lock()
-
-    def estimate(self, group: Group, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> JudgedGroup:
-        judged = self.estimator.estimate(group, members, verdicts)
-        with self._lock:
-            _evict(self._entries, self._max_entries)
-            self._entries[group.id] = judged
-        return judged
-
-    def pop(self, groups: Sequence[Group], members: Mapping[str, Trajectory]) -> list[JudgedGroup]:
-        """Return the groups of a round with their current verdicts, in order, and forget them.
-
-        `members` holds the trajectories of all groups by id. Advantages are computed again only if a member or a score
-        has changed since, or after a restart.
-        """
-        current = self._store.groups.verdicts([name for group in groups for name in group.members])
-        return [
-            self._pop(group, [members[name] for name in group.members], [current[name] for name in group.members])
-            for group in groups
-        ]
-
-    def _pop(self, group: Group, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> JudgedGroup:
-        with self._lock:
-            entry = self._entries.pop(group.id, None)
-        if entry is None or _scored(entry.verdicts) != _scored(verdicts):
-            return self.estimator.estimate(group, members, verdicts)
-        return dataclasses.replace(entry, group=group, members=tuple(members), verdicts=tuple(verdicts))
-
-
-def _scored(verdicts: Sequence[Verdict]) -> list[tuple[object, ...]]:
-    return [(one.trajectory_id, *(getattr(one, name) for name in _SCORED)) for one in verdicts]
-
-
-def _evict(entries: dict[str, Any], max_entries: int) -> None:
-    """Remove the oldest entries until one more fits."""
-    while len(entries) >= max_entries:
-        del entries[next(iter(entries))]
-
-
 # JudgeRunner: has ready groups judged, and raises an alarm if the scores carry no signal.
 #
 # Promises: a judge failure is never a score. Members without a score after the last attempt are dropped, and the others
@@ -119,7 +73,7 @@ def _evict(entries: dict[str, Any], max_entries: int) -> None:
 # not differ is dropped as `no_variance`; several in a row raise an alarm that names the judge, the scores and the
 # groups. A slow judge blocks nobody: groups are judged in threads, as many at a time as the judge allows, and the
 # caller's thread records the verdicts. A judgement that takes very long is an alarm; it cannot be ended. The advantages
-# of a group are computed here, once. `rejudging.py` judges again after feedback that came late.
+# of a group are computed here, once.
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +93,7 @@ _MAX_READ_SECONDS = 0.25  # for the transcripts of one call
 @dataclass(frozen=True, slots=True)
 class _PendingGroup:
     group: Group
-    members: tuple[Trajectory, ...]
-    sizes: tuple[dict[str, float], ...]
-    feedback_ids: tuple[str, ...]  # the feedback that the judge sees
+    members: tuple[Transcript, ...]
     judgement: Future[GroupJudgement]
 
 
@@ -163,7 +115,7 @@ class JudgeRunner:
         attempts: int,
         retry_seconds: float,
         alarm_after: int = NO_SIGNAL_GROUPS,
-        judged: JudgedGroupCache | None = None,
+        estimator: AdvantageEstimator | None = None,
         progress: Progress | None = None,
         second: SecondJudge | None = None,
         zero_variance: Sequence[tuple[Group, float]] = (),
@@ -177,7 +129,7 @@ class JudgeRunner:
         self._attempts = attempts
         self._retry_seconds = retry_seconds
         self._alarm_after = alarm_after
-        self._judged = judged or JudgedGroupCache(store, AdvantageEstimator())
+        self._estimator = estimator or AdvantageEstimator()
         self._progress = progress or Progress()
         self._second = second
         self._min_group_size = min_group_size
@@ -208,19 +160,9 @@ class JudgeRunner:
             if time.monotonic() > until:
                 self._on_done()
                 return True
-            members = [read(name) for name in group.members]
-            self._pending[group.id] = _PendingGroup(
-                group,
-                tuple(one.trajectory for one in members),
-                tuple(
-                    {"tokens": sum(c.completion_tokens for c in one.calls), "calls": len(one.calls)} for one in members
-                ),
-                tuple(feedback.id for one in members for feedback in one.feedback),
-                self.submit_judge(group.id, members),
-            )
+            members = tuple(read(name) for name in group.members)
+            self._pending[group.id] = _PendingGroup(group, members, self.submit_judge(group.id, members))
             self._progress.add_pending(JUDGING)
-            if self._second is not None and self._away_since is None:  # else it would be asked at every retry
-                self._second.offer(group.id, members)
         return False
 
     def submit_judge(self, group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
@@ -246,17 +188,17 @@ class JudgeRunner:
             return 0
         done, _ = wait([pending.judgement for pending in self._pending.values()], timeout=timeout)
         for pending in [pending for pending in self._pending.values() if pending.judgement in done]:
-            del self._pending[pending.group.id]
-            judgement = pending.judgement.result()
+            group, members, judgement = pending.group, pending.members, pending.judgement.result()
+            del self._pending[group.id]
             try:
-                self._record(pending.group, pending.members, pending.feedback_ids, judgement, now)
+                self._record(group, members, judgement, now)
             except InvalidTransition as dropped:  # with the version that sampled it
-                log.info("event=verdict_too_late group=%s reason=%r", pending.group.id, str(dropped))
+                log.info("event=verdict_too_late group=%s reason=%r", group.id, str(dropped))
             if judgement.unavailable is None:
-                self._note_progress(pending.sizes, judgement)
+                self._note_progress(members, judgement)
             self._progress.finish_pending(JUDGING)
             if self._second is not None:
-                self._second.compare(pending.group.id, judgement.verdicts)
+                self._second.submit(group.id, members, judgement.verdicts)
         return len(done)
 
     def close(self) -> None:
@@ -283,31 +225,25 @@ class JudgeRunner:
             self._store.alarms.clear(*{f"judge_hangs:{one.alias}" for one in self._hanging})
         self._hanging = hanging
 
-    def _note_progress(self, sizes: Sequence[dict[str, float]], judgement: GroupJudgement) -> None:
+    def _note_progress(self, members: Sequence[Transcript], judgement: GroupJudgement) -> None:
         """Add a group's members to the running means. A failed verdict has no reward."""
-        for size, verdict in zip(sizes, judgement.verdicts, strict=True):
+        for member, verdict in zip(members, judgement.verdicts, strict=True):
             reward = {} if verdict.score is None else {"reward": verdict.score}
+            tokens = sum(call.completion_tokens for call in member.calls)
             self._progress.note(JUDGING, **reward, failed=float(verdict.score is None), seconds=verdict.latency)
-            self._progress.note(GATHERING, **reward, **size)
+            self._progress.note(GATHERING, **reward, tokens=tokens, calls=len(member.calls))
 
-    def _record(
-        self,
-        group: Group,
-        members: Sequence[Trajectory],
-        feedback_ids: Sequence[str],
-        judgement: GroupJudgement,
-        now: float,
-    ) -> None:
+    def _record(self, group: Group, members: Sequence[Transcript], judgement: GroupJudgement, now: float) -> None:
         self._on_requests(judgement.judge_requests)
         if judgement.unavailable is not None:
             self._record_outage(group, judgement, judgement.unavailable, now)
             return
         self._away_since = None
-        failed = {verdict.trajectory_id: verdict for verdict in judgement.verdicts if verdict.failure is not None}
+        failed = [verdict for verdict in judgement.verdicts if verdict.failure is not None]
         scored = [
-            (member, verdict)
+            (member.trajectory, verdict)
             for member, verdict in zip(members, judgement.verdicts, strict=True)
-            if verdict.trajectory_id not in failed
+            if verdict.failure is None
         ]
         last = group.failures + 1 >= self._attempts
         if failed and last and len(scored) < self._min_group_size:
@@ -318,11 +254,11 @@ class JudgeRunner:
                 group.id, judgement.verdicts, now + self._retry_delay(group), judgement.judge_requests
             )
         else:
-            self._record_scores(group, judgement, scored, list(failed))
-            if feedback_ids:
-                self._store.feedback.mark_applied(feedback_ids, now)
+            self._record_scores(group, judgement, scored, [verdict.trajectory_id for verdict in failed])
+            if seen := [one.id for member in members for one in member.feedback]:
+                self._store.feedback.mark_applied(seen, now)
         if failed:
-            self._alarm_judge_failed(group, judgement, list(failed.values()), left=len(scored) if last else None)
+            self._alarm_judge_failed(group, judgement, failed, left=len(scored) if last else None)
 
     def _record_outage(self, group: Group, judgement: GroupJudgement, reason: str, now: float) -> None:
         """Let a group wait for a judge that is away, however long, with an alarm. That is no attempt of the judge.
@@ -347,7 +283,7 @@ class JudgeRunner:
         failed: Sequence[str],
     ) -> None:
         """Move a group on with its `scored` members; drop the `failed` ones."""
-        judged = self._judged.estimate(group, [member for member, _ in scored], [verdict for _, verdict in scored])
+        judged = self._estimator.estimate(group, [member for member, _ in scored], [verdict for _, verdict in scored])
         signal = True if judgement.teacher_scores else judged.has_signal
         drop_reason = None if signal else DropReason.BASELINE_ONLY if signal is None else DropReason.NO_VARIANCE
         verdicts = {verdict.trajectory_id: verdict for verdict in judgement.verdicts}
@@ -360,7 +296,7 @@ class JudgeRunner:
             dict.fromkeys(failed, DropReason.JUDGE_FAILED),
             judgement.teacher_scores,
         )
-        self._judged.estimator.remember(judged.members, judged.verdicts)
+        self._estimator.remember(judged.members, judged.verdicts)
         over = [] if failed else [f"{DropReason.JUDGE_FAILED}:{group.alias}"]
         if not self._hanging:  # an earlier trainer's
             over.append(f"judge_hangs:{group.alias}")
@@ -412,7 +348,7 @@ class JudgeRunner:
             if len(scores) == 1
             else f"all trajectories of a group the same score, {', '.join(f'{one:g}' for one in scores[:5])} in turn"
         )
-        if noise := self._judged.estimator.noise:
+        if noise := self._estimator.noise:
             given += f", within its noise of {noise:g}"
         named = ", ".join(one.id for one, _ in self._zero_variance[-_ZERO_VARIANCE_NAMED:])
         reason = (
@@ -432,3 +368,237 @@ def zero_variance_groups(store: Store, alias: str) -> list[tuple[Group, float]]:
         for group in groups
         if group.members and group.members[0] in scores
     ]
+
+
+# Judging again: a second judge that checks the first, and scores with a changed judge.
+
+# The second judge: judges a sample of the groups beside the first judge, never in its place.
+#
+# Promises: its verdicts are never scores. They are compared with the first judge's, and only the figures are kept; its
+# requests to a language model are kept for `ratchet judge show`. It blocks nobody: it works in its own threads, and
+# skips groups while its queue is full. The sample depends only on the groups' ids. Its figures survive a restart.
+
+
+SECOND_JUDGE = "second_judge"  # of its observations, and the name of the check
+_METRIC = "ratchet_second_judge_tau"
+_MIN_GROUPS = 20
+_MIN_AGREEMENT = 0.2  # Kendall's tau
+_MAX_COMPARED = 200  # groups
+_MAX_QUEUED_SECOND = 8  # groups that wait beside those that the judge has
+
+
+@dataclass(frozen=True, slots=True)
+class PairedJudgements:
+    """The verdicts of both judges on one group, scores by trajectory; `second` is None if the second judge failed."""
+
+    group_id: str
+    first: Mapping[str, float]
+    second: Mapping[str, float] | None
+
+
+class SecondJudge:
+    """Judges a sample of an alias's groups. `first_version` is the version of the judge it is compared with."""
+
+    def __init__(self, judge: Judge, sample_rate: float, store: Store, alias: str, first_version: str) -> None:
+        self._judge = judge
+        self._sample_rate = sample_rate
+        self._store = store
+        self._alias = alias
+        self._versions = {"judge": judge.version, "first_judge": first_version}
+        self._threads = ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second-judge")
+        self._pending: dict[str, tuple[Mapping[str, float], Future[GroupJudgement]]] = {}  # with the first's scores
+        self._compared: deque[PairedJudgements] = deque(self._load(), maxlen=_MAX_COMPARED)
+        self.name = judge.name
+
+    def submit(self, group_id: str, members: Sequence[Transcript], verdicts: Sequence[Verdict]) -> None:
+        """Judge a group of the sample that the first judge scored whole, unless the queue is full."""
+        first, full = _scores(verdicts), len(self._pending) >= self._judge.concurrency + _MAX_QUEUED_SECOND
+        if first is not None and len(members) > 1 and not full and in_sample(group_id, self._sample_rate):
+            self._pending[group_id] = first, self._threads.submit(self._judge.judge, group_id, members)
+
+    def paired_judgements(self) -> tuple[PairedJudgements, ...]:
+        """Return the verdicts of both judges on the newest groups, oldest first; records those that are new."""
+        for group_id in [name for name, (_, judgement) in self._pending.items() if judgement.done()]:
+            first, judgement = self._pending.pop(group_id)
+            self._store.groups.record_judge_requests(judgement.result().judge_requests)
+            paired = PairedJudgements(group_id, first, _scores(judgement.result().verdicts))
+            self._store.observations.add(self._alias, SECOND_JUDGE, group_id, {**self._versions, **_figures(paired)})
+            self._compared.append(paired)
+        return tuple(self._compared)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._judge.close()
+
+    def _load(self) -> list[PairedJudgements]:
+        known = self._store.observations.newest(self._alias, SECOND_JUDGE, 2 * _MAX_COMPARED)
+        return [_paired(one) for one in known if self._versions.items() <= one.content.items()]
+
+
+def in_sample(group_id: str, sample_rate: float) -> bool:
+    """Whether a group is in the sample. The sample of a higher rate contains that of a lower one."""
+    return int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:8]) < sample_rate * 2**64
+
+
+def agreement(paired: Sequence[PairedJudgements], judge: str) -> list[Finding]:
+    """Return Kendall's tau-b between the two judges over the newest groups; nothing before it is defined."""
+    both = [(one.first, one.second) for one in paired if one.second is not None]
+    if len(paired) >= _MIN_GROUPS and 2 * len(both) < len(paired):
+        failed = f"second judge {judge} failed on {len(paired) - len(both)} of the last {len(paired)} groups"
+        return [Finding(SECOND_JUDGE, "", "", 0.0, failed)]
+    tau = kendall_tau_b([pair for first, second in both for pair in score_differences(first, second)])
+    if tau is None:
+        return []
+    reason = None
+    if len(both) >= _MIN_GROUPS and tau < _MIN_AGREEMENT:
+        reason = (
+            f"second judge {judge} ranks the members of the last {len(both)} groups differently (Kendall's tau "
+            f"{tau:+.2f}, below {_MIN_AGREEMENT:g}; newest group {paired[-1].group_id}): one of "
+            "the two judges is wrong; compare them with `ratchet judge calibrate`"
+        )
+    return [Finding(SECOND_JUDGE, _METRIC, "", tau, reason, blocks_release=reason is not None)]
+
+
+def _figures(paired: PairedJudgements) -> dict[str, list[float] | None]:
+    """Return both judges' scores by position, without the trajectories' ids."""
+    second = None if paired.second is None else [paired.second[name] for name in paired.first]
+    return {"first": list(paired.first.values()), "second": second}
+
+
+def _paired(noted: Observation) -> PairedJudgements:
+    first, second = (
+        None if scores is None else {str(place): score for place, score in enumerate(scores)}
+        for scores in (noted.content["first"], noted.content["second"])
+    )
+    return PairedJudgements(noted.subject, first or {}, second)
+
+
+def _scores(verdicts: Sequence[Verdict]) -> dict[str, float] | None:
+    """Return the scores by trajectory; None if one failed."""
+    scores = {verdict.trajectory_id: verdict.score for verdict in verdicts if verdict.score is not None}
+    return scores if len(scores) == len(verdicts) else None
+
+
+# Rejudger: judges trajectories again after late feedback.
+#
+# Promises: verdicts are only added; no state changes, so nothing is trained twice; for a trajectory that was trained
+# already, the log and the new verdict name the versions it trained. A group is judged again as a whole, since scores
+# may be relative; only changed scores are recorded. Retries of a failing judge are bounded; one that is away is waited
+# for.
+
+_KEPT_FIELDS = ("baseline_mean", "baseline_std")  # fields of the earlier verdict that the new one keeps
+_MAX_REJUDGED = 64  # groups
+
+SubmitJudge = Callable[[str | None, Sequence[Transcript]], "Future[GroupJudgement]"]
+
+
+@dataclass(slots=True)
+class _PendingRejudging:
+    """A group, or a trajectory without one, that is judged again."""
+
+    members: tuple[Transcript, ...]
+    judgement: Future[GroupJudgement] | None = None  # None: to be submitted again at `due_at`
+    failures: int = 0
+    due_at: float = 0.0
+
+    @property
+    def feedback_ids(self) -> list[str]:
+        return [feedback.id for member in self.members for feedback in member.feedback]
+
+
+@dataclass
+class Rejudger:
+    """Judges the trajectories of one alias again."""
+
+    store: Store
+    alias: str
+    submit_judge: SubmitJudge
+    estimator: AdvantageEstimator
+    _: KW_ONLY
+    attempts: int
+    retry_seconds: float
+
+    def __post_init__(self) -> None:
+        self._pending: dict[str, _PendingRejudging] = {}
+
+    def submit_late_feedback(self, now: float) -> None:
+        """Queue everything that got feedback after its verdict."""
+        for name in self.store.feedback.applied_too_late(self.alias, limit=_MAX_REJUDGED):
+            trajectory = self.store.trajectories.get(name)
+            key = trajectory.group_id or name
+            pending = self._pending.get(key)
+            if pending is not None and (pending.judgement is not None or now < pending.due_at):
+                continue
+            names = self.store.groups.get(trajectory.group_id).members if trajectory.group_id else (name,)
+            names = names if name in names else (name,)  # it was dropped from its group
+            failures = pending.failures if pending else 0
+            try:
+                members = tuple(self.store.trajectories.read(one) for one in names)
+            except RecordDamaged as damaged:
+                self._put_off(key, failures, str(damaged), now)
+                continue
+            judgement = self.submit_judge(trajectory.group_id, members)
+            self._pending[key] = _PendingRejudging(members, judgement, failures)
+
+    def collect_results(self, now: float, timeout: float) -> int:
+        """Record finished judgements, after waiting at most `timeout` seconds; return how many scores changed."""
+        wait([one.judgement for one in self._pending.values() if one.judgement is not None], timeout=timeout)
+        changed = 0
+        for key, pending in list(self._pending.items()):
+            if pending.judgement is None or not pending.judgement.done():
+                continue
+            try:
+                changed += self._record(key, pending, pending.judgement.result(), now)
+            except RecordDamaged as damaged:  # the judge reads calls that it continues
+                self._put_off(key, pending.failures, str(damaged), now)
+        return changed
+
+    def _put_off(self, key: str, failures: int, reason: str | None, now: float) -> None:
+        """Try again later: a row may be mended, a judge answer again."""
+        log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, failures, reason)
+        self._pending[key] = _PendingRejudging((), None, failures, now + self.retry_seconds)
+
+    def _record(self, key: str, pending: _PendingRejudging, judgement: GroupJudgement, now: float) -> int:
+        if judgement.unavailable is not None:
+            self._put_off(key, pending.failures, judgement.unavailable, now)
+            return 0
+        valued = {
+            member.trajectory.id for member in pending.members if any(one.value is not None for one in member.feedback)
+        }
+        failed = [one for one in judgement.verdicts if one.trajectory_id in valued and one.score is None]
+        if failed and pending.failures + 1 < self.attempts:
+            self._put_off(key, pending.failures + 1, failed[0].failure, now)
+            return 0
+        if failed:
+            log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, len(failed), failed[0].failure)
+        changed = self._changed_scores(pending.members, judgement.verdicts)
+        self.store.groups.replace_verdicts([verdict for _, verdict in changed], judgement.judge_requests)
+        self.store.feedback.mark_applied(pending.feedback_ids, now)
+        self.estimator.remember([trajectory for trajectory, _ in changed], [verdict for _, verdict in changed])
+        del self._pending[key]
+        return len(changed)
+
+    def _changed_scores(
+        self, members: Sequence[Transcript], verdicts: Sequence[Verdict]
+    ) -> list[tuple[Trajectory, Verdict]]:
+        """Return the verdicts whose score differs from the earlier one, with a note of what the earlier one trained."""
+        names = [member.trajectory.id for member in members]
+        before, trained = self.store.groups.verdicts(names), self.store.lineage.versions_of(names)
+        changed: list[tuple[Trajectory, Verdict]] = []
+        for member, verdict in zip(members, verdicts, strict=True):
+            trajectory = member.trajectory
+            old = before[trajectory.id].score if trajectory.id in before else None
+            if verdict.score is None or verdict.score == old:
+                continue
+            policies = trained.get(trajectory.id, ())
+            log.info(
+                "event=late_feedback trajectory=%s before=%s after=%g trained=%s",
+                trajectory.id, old, verdict.score, ",".join(policies) or "nothing",
+            )  # fmt: skip
+            note = f"[after it trained {', '.join(policies)}] " if policies else "[late] "
+            kept = (
+                {name: getattr(before[trajectory.id], name) for name in _KEPT_FIELDS} if trajectory.id in before else {}
+            )
+            new = msgspec.structs.replace(verdict, explanation=note + verdict.explanation, **kept)
+            changed.append((trajectory, new))
+        return changed

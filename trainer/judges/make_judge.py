@@ -14,10 +14,10 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from ratchet.store.operation_records import Tuning
-from ratchet.store.records import Transcript, Verdict
+from ratchet.store.records import Transcript
 from ratchet.store.states import TuningState
 from ratchet.trainer.errors import JudgeError, PluginError
-from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement, Judge
+from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement, Judge, NamedJudge
 from ratchet.trainer.judges.kinds.answer import AnswerJudge
 from ratchet.trainer.judges.kinds.combined import ByFamilyJudge, CompositeJudge, Part
 from ratchet.trainer.judges.kinds.function import FunctionJudge
@@ -98,13 +98,13 @@ RUN_JUDGE = "run_judge"  # key of a run's request
 _OTHER_RUN = "another run sampled it, which has a judge of its own: scores of different judges are not compared"
 
 
-class RunJudges:
+class RunJudges(NamedJudge):
     """The judge of an agent and those of the runs that bring their own. `run_of` returns a run by its id."""
 
     def __init__(self, judge: Judge, run_of: Callable[[str], Tuning], clock: Callable[[], float] = time.time) -> None:
+        super().__init__(clock)
         self._judge = judge
         self._run_of = run_of
-        self._clock = clock
         self._lock = threading.Lock()
         self._own: dict[str, Judge] = {}  # by run
         self.name, self.version, self.concurrency = judge.name, judge.version, judge.concurrency
@@ -121,7 +121,7 @@ class RunJudges:
         judgement = self._judge.judge(group_id, chosen) if first is None else self._ask(first, group_id, chosen)
         verdicts = {one.trajectory_id: one for one in judgement.verdicts}
         for member in members:
-            verdicts.setdefault(member.trajectory.id, self._failed(_OTHER_RUN, group_id, member))
+            verdicts.setdefault(member.trajectory.id, self.record(DraftVerdict.failed(_OTHER_RUN), group_id, member))
         return replace(judgement, verdicts=tuple(verdicts[member.trajectory.id] for member in members))
 
     def _runs_with_judge(self, members: Sequence[Transcript]) -> dict[str | None, Tuning]:
@@ -150,11 +150,8 @@ class RunJudges:
             return self._own[run.id]
 
     def _all_failed(self, reason: str, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
-        return GroupJudgement(tuple(self._failed(reason, group_id, member) for member in members))
-
-    def _failed(self, reason: str, group_id: str | None, member: Transcript) -> Verdict:
         failed = DraftVerdict.failed(reason)
-        return failed.verdict(member, group_id, judge=self.name, version=self.version, judged_at=self._clock())
+        return GroupJudgement(tuple(self.record(failed, group_id, member) for member in members))
 
 
 def _run_id(member: Transcript) -> str | None:

@@ -42,7 +42,7 @@ from ratchet.trainer.errors import (
     TrainerError,
     TrainingDiverged,
 )
-from ratchet.trainer.judges.judge_runner import JudgedGroupCache, TranscriptCache
+from ratchet.trainer.judges.judge_runner import TranscriptCache
 from ratchet.trainer.learner_api import LearnerProtocol, RoundReport
 from ratchet.trainer.rounds.backlog import RoundSize, age
 from ratchet.trainer.rows.build_rows import ALL_ROLES, AnswerKey, Rows, build_rows
@@ -143,7 +143,7 @@ class RoundRunner:
         store: Store,
         alias: str,
         versions: str | Path,
-        judged: JudgedGroupCache | None = None,
+        estimator: AdvantageEstimator | None = None,
         transcripts: TranscriptCache | None = None,
         role_resolver: RoleResolver | None = None,
         size: RoundSize | None = None,
@@ -157,7 +157,7 @@ class RoundRunner:
         self._alias = alias
         self._versions = str(versions)
         self._adapters = adapters or AdapterStore(Path(self._versions))
-        self._judged = judged or JudgedGroupCache(store, AdvantageEstimator())
+        self._estimator = estimator or AdvantageEstimator()
         self._transcripts = transcripts or TranscriptCache(store)
         self._role_resolver = role_resolver or RoleResolver(store, alias, Roles())
         self._size = size or RoundSize(1, 1)
@@ -224,7 +224,7 @@ class RoundRunner:
             rows = build_rows(
                 member.trajectory.id, judged, advantages.whole, self._role_resolver.roles, advantages.by_role,
                 by_turn=advantages.by_turn, mask_truncated=self._mask_truncated, penalized=self._penalized,
-                teacher=_by_answer(teacher) if self._judged.estimator.distilled else None,
+                teacher=_by_answer(teacher) if self._estimator.distilled else None,
             )  # fmt: skip
         except RowError as error:
             log.warning("event=row_refused trajectory=%s reason=%r", member.trajectory.id, str(error))
@@ -256,7 +256,7 @@ class RoundRunner:
         answers = AnswerRecords()
         try:
             members = self._transcripts.pop([name for group in groups for name in group.members])
-            judged = self._judged.pop(groups, {one.trajectory.id: one.trajectory for one in members})
+            judged = self._with_advantages(groups, {one.trajectory.id: one.trajectory for one in members})
             rows = self._build_rows(learner, members, judged, from_version, untrained, answers)
             rows, groups = self._drop_too_long(rows, groups, untrained, answers)
             scale = self._size.rate_scale(_groups_with_rows(groups, rows))
@@ -280,6 +280,16 @@ class RoundRunner:
         self._contexts = dict(kept) | {started.id: probes}  # spares the proof to read them again
         self._report_commit(started, candidate, report, len(groups), reward["reward"])
         return candidate
+
+    def _with_advantages(self, groups: Sequence[Group], members: Mapping[str, Trajectory]) -> list[JudgedGroup]:
+        """Return the groups with the advantages of their current verdicts, which feedback may have changed."""
+        verdicts = self._store.groups.verdicts(list(members))
+        return [
+            self._estimator.estimate(
+                group, [members[name] for name in group.members], [verdicts[name] for name in group.members]
+            )
+            for group in groups
+        ]
 
     def commit(
         self,
@@ -354,8 +364,8 @@ class RoundRunner:
         rows: list[TokenRow] = []
         policies = self._store.policies.all(self._alias)
         names = [member.trajectory.id for member in members]
-        teacher = self._store.groups.teacher_scores(names) if self._judged.estimator.distilled else {}
-        advantages = self._judged.estimator.scale_over_round(judged)
+        teacher = self._store.groups.teacher_scores(names) if self._estimator.distilled else {}
+        advantages = self._estimator.scale_over_round(judged)
         verdicts = ((group.group, verdict) for group in judged for verdict in group.verdicts)
         for member, (group, verdict), earned in zip(members, verdicts, advantages, strict=True):
             built = self.rows(member, verdict, earned, teacher.get(member.trajectory.id))

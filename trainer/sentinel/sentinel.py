@@ -15,8 +15,8 @@ from ratchet.store.records import Round, Transcript
 from ratchet.store.reports.learning_report import rejected_rows
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.judges.rejudging import KIND as AGREEMENT
-from ratchet.trainer.judges.rejudging import SecondJudge, agreement
+from ratchet.trainer.judges.judge_runner import SECOND_JUDGE as AGREEMENT
+from ratchet.trainer.judges.judge_runner import SecondJudge, agreement
 from ratchet.trainer.observability.metrics import Finding, TrainerMetrics
 from ratchet.trainer.rows.token_row import UNTRAINED_ROLE
 from ratchet.trainer.sentinel.checks import CHECK as TOOL_HEALTH

@@ -52,7 +52,6 @@ class AnswerJudge(NamedJudge):
         return None if self._spec.match == "exact" else LIMITS
 
     def opinion(self, member: Transcript) -> DraftVerdict:
-        """Return the draft verdict on one trajectory."""
         correct = self._correct_answers(member)
         if isinstance(correct, DraftVerdict):
             return correct

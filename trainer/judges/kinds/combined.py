@@ -76,7 +76,6 @@ class CompositeJudge(NamedJudge):
         self.version = version_of(*((p.name, p.weight, p.penalty, p.judge.name, p.judge.version) for p in parts))
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
-        """Return one verdict per member, in order."""
         began = time.perf_counter()
         judgements = [part.judge.judge(group_id, members) for part in self._parts]
         latency = (time.perf_counter() - began) / max(1, len(members))
@@ -149,7 +148,6 @@ class ByFamilyJudge(NamedJudge):
         self.version = version_of(*parts, *([] if other is None else [("", other.name, other.version)]))
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
-        """Return one verdict per member, in order."""
         verdicts: dict[str, Verdict] = {}
         judgements: list[GroupJudgement] = []
         for family, group in _by_family(members).items():

@@ -34,7 +34,6 @@ class FeedbackJudge(NamedJudge):
         self.version = version_of(self.name, spec.worst, spec.best, spec.missing)
 
     def opinion(self, member: Transcript) -> DraftVerdict:
-        """Return the draft verdict on one trajectory."""
         votes = votes_of(member.feedback)
         if votes:
             scores = [self._score(vote) for vote in votes.values()]
@@ -82,7 +81,6 @@ class RewardJudge(NamedJudge):
         self.version = version_of(spec.model_dump_json())
 
     def opinion(self, member: Transcript) -> DraftVerdict:
-        """Return the draft verdict on one trajectory."""
         returned = member.returned
         if returned is None:
             return DraftVerdict.failed("this trajectory is not a rollout of the tuner; only rollouts have a reward")

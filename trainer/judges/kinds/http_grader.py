@@ -216,7 +216,6 @@ class CallerJudge(NamedJudge):
                 grader.close()
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
-        """Return one verdict per member, in order."""
         kept = self._kept.get(group_id or "", {})
         address = read_address(self._spec.address)
         if address is None or not _proves(address):

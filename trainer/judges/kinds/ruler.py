@@ -76,7 +76,6 @@ class RulerJudge(NamedJudge):
         self._model.close()
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
-        """Return one verdict per member, in order."""
         started_at = time.perf_counter()
         session, away = JudgeModelSession(self.name, group_id), None
         try:
