@@ -17,6 +17,7 @@ from types import TracebackType
 
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.ids import moment, new_id
+from ratchet.store.operation_records import LeaseHolder
 from ratchet.store.store import Store
 from ratchet.trainer.errors import TrainerError
 
@@ -28,8 +29,9 @@ _MAX_HOST = 64  # characters
 class Lease:
     """A lease that a thread renews while the holder works."""
 
-    def __init__(self, store: Store, name: str, seconds: float) -> None:
+    def __init__(self, store: Store, name: str, seconds: float, on_lost: Callable[[], None] = lambda: None) -> None:
         self._store = store
+        self._on_lost = on_lost  # called in that thread
         self._name = name
         self._seconds = seconds
         self.owner = new_id(f"{socket.gethostname()[:_MAX_HOST]}:{os.getpid()}")
@@ -43,7 +45,7 @@ class Lease:
         logged = ""
         while True:
             try:
-                if self._take():
+                if self._holder() is None and self._take():  # looking is cheaper than trying
                     break
                 reason = "another trainer holds it"
             except StoreUnavailable as outage:
@@ -63,7 +65,7 @@ class Lease:
         """
         first = None
         while not self._take():
-            holder = next((one for one in self._store.leases.holders(self._name) if one.name == self._name), None)
+            holder = self._holder()
             if holder is not None and first is None:
                 first = holder
                 seen = f"{self._name} is held by {describe_owner(holder.owner)}"
@@ -75,6 +77,11 @@ class Lease:
             time.sleep(self._seconds / 50)
         self._thread.start()
 
+    def is_held(self) -> bool:
+        """Return whether the lease is ours; asks the store if it was not renewed in time. Raises StoreUnavailable."""
+        overdue = time.monotonic() - self._renewed_at > self._seconds
+        return self.confirmed() if overdue else not self._lost.is_set()
+
     def confirmed(self) -> bool:
         """Return whether the store still grants us the lease. Raises StoreUnavailable."""
         if not self._lost.is_set() and not self._take():
@@ -83,9 +90,7 @@ class Lease:
 
     def check(self) -> None:
         """Raise TrainerError if another process took over, StoreUnavailable if the store does not answer."""
-        overdue = time.monotonic() - self._renewed_at > self._seconds
-        if self._lost.is_set() or (overdue and not self._take()):
-            self._lost.set()
+        if not self.is_held():
             raise TrainerError(f"another process took the lease {self._name}; this one stops")
 
     def __enter__(self) -> Lease:
@@ -104,6 +109,9 @@ class Lease:
         except StoreUnavailable as outage:
             log.warning("event=lease_not_released name=%s reason=%r", self._name, str(outage))
 
+    def _holder(self) -> LeaseHolder | None:
+        return next((one for one in self._store.leases.holders(self._name) if one.name == self._name), None)
+
     def _take(self) -> bool:
         requested_at = time.monotonic()
         taken = self._store.leases.acquire(self._name, self.owner, self._seconds)
@@ -116,6 +124,7 @@ class Lease:
             try:
                 if not self._take():
                     self._lost.set()
+                    self._on_lost()
                     return
             except StoreUnavailable as outage:
                 log.warning("event=lease_not_renewed reason=%r", str(outage))

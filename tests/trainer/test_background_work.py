@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from ratchet.trainer.background_work import BackgroundWork
-from ratchet.trainer.controller.look_pacing import LookPacing
+from ratchet.trainer.controller.process import QueryPacing
 from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.user_code import guarded_task
 
@@ -101,12 +101,12 @@ def test_a_task_group_of_anyio_ends_its_tasks_when_it_is_cancelled() -> None:
 
 
 def test_a_single_slow_query_makes_no_pause_longer() -> None:
-    pacing = LookPacing(0.5)
+    pacing = QueryPacing(0.5)
     assert [pacing.pause_after(seconds) for seconds in (0.8, 0.001, 0.001, 0.8, 0.8, 0.001)] == [0.5] * 6
 
 
 def test_queries_that_are_always_slow_take_two_percent_of_the_time() -> None:
-    pacing = LookPacing(0.5)
+    pacing = QueryPacing(0.5)
     pauses = [pacing.pause_after(0.2) for _ in range(10)]
     assert pauses[-1] == pytest.approx(10.0)
     assert pauses[:2] == [0.5, 0.5]

@@ -1,21 +1,17 @@
-"""Leases: of one trainer and of several controllers."""
+"""Leases: one holder at a time, until it dies or gives it back."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from ratchet.store.coordination import Leases
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import Store
-from ratchet.trainer.controller.agent_leases import AgentLeases, LeaseState
 from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.lease import Lease
-from tests.harness.proxy.servers import eventually
 
 
 class AwayAtFirst(Leases):
@@ -105,94 +101,21 @@ def test_the_lease_of_a_dead_holder_is_taken_over_once_it_has_expired(store: Sto
         assert not store.leases.acquire("tuning:tun_1", "thief", 60.0)
 
 
-SECONDS = 60.0  # far more than needed: the machine may be busy
-AGENTS = ("a", "b", "c", "d", "e")
-
-MakeLeases = Callable[..., AgentLeases]
-
-
-@pytest.fixture
-def make_leases(store: Store) -> Iterator[MakeLeases]:
-    made: list[AgentLeases] = []
-
-    def make(*agents: str, seconds: float = 5.0) -> AgentLeases:
-        leases = AgentLeases(store, seconds, lambda: None)
-        for agent in agents:
-            leases.request(agent)
-        made.append(leases)
-        return leases
-
-    yield make
-    for leases in made:
-        leases.close()
+def test_agents_have_leases_of_their_own(store: Store) -> None:
+    stop = threading.Event()
+    with Lease(store, "trainer:mail", seconds=5.0) as mail, Lease(store, "trainer:mail_2", seconds=5.0) as other:
+        assert other.wait(stop)
+        assert mail.wait(stop)
+        assert {one.name for one in store.leases.holders("trainer:")} == {"trainer:mail", "trainer:mail_2"}
+    assert not store.leases.holders("trainer:")
 
 
-def held(leases: AgentLeases) -> set[str]:
-    return {agent for agent in AGENTS if leases.state_of(agent) is LeaseState.HELD}
-
-
-def owners(store: Store) -> dict[str, str]:
-    return {one.name.removeprefix("trainer:"): one.owner for one in store.leases.holders("trainer:")}
-
-
-def test_one_controller_takes_all_agents_and_gives_them_back(store: Store, make_leases: MakeLeases) -> None:
-    leases = make_leases(*AGENTS)
-    eventually(lambda: held(leases) == set(AGENTS), SECONDS)
-    assert leases.surplus == 0
-    leases.release("a")
-    assert set(owners(store)) == set(AGENTS) - {"a"}
-    leases.close()
-    assert not owners(store)
-    assert not store.leases.holders("controller:")
-
-
-@pytest.mark.slow
-def test_a_second_controller_makes_half_of_the_leases_a_surplus_and_takes_them(make_leases: MakeLeases) -> None:
-    first = make_leases(*AGENTS)
-    eventually(lambda: held(first) == set(AGENTS), SECONDS)
-    second = make_leases(*AGENTS)
-    eventually(lambda: first.surplus == 2, SECONDS)
-    for agent in ("a", "b"):
-        first.give_up(agent)
-    eventually(lambda: held(second) == {"a", "b"}, SECONDS)
-    eventually(lambda: first.surplus == second.surplus == 0, SECONDS)
-    assert held(first) == {"c", "d", "e"}
-
-
-def test_a_controller_of_other_agents_takes_nothing_away(make_leases: MakeLeases) -> None:
-    first = make_leases("a", "b")
-    eventually(lambda: held(first) == {"a", "b"}, SECONDS)
-    other = make_leases("c")
-    eventually(lambda: held(other) == {"c"}, SECONDS)
-    assert first.surplus == other.surplus == 0
-
-
-@pytest.mark.slow
-def test_what_was_given_up_and_nobody_took_is_taken_again(make_leases: MakeLeases) -> None:
-    leases = make_leases("a", seconds=0.5)
-    eventually(lambda: held(leases) == {"a"}, SECONDS)
-    leases.give_up("a")
-    assert held(leases) == set()
-    eventually(lambda: held(leases) == {"a"}, SECONDS)
-
-
-def test_a_lease_that_another_took_is_lost_and_the_others_stay(store: Store, make_leases: MakeLeases) -> None:
-    leases = make_leases("a", "b", seconds=2.0)
-    eventually(lambda: held(leases) == {"a", "b"}, SECONDS)
-    store.leases.release("trainer:a", owners(store)["a"])
-    assert store.leases.acquire("trainer:a", "thief", 600.0)
-    eventually(lambda: leases.state_of("a") is LeaseState.WAITING, SECONDS)
-    assert held(leases) == {"b"}
-
-
-@pytest.mark.slow
-def test_a_lease_is_not_trusted_while_the_store_is_away(
-    store: Store, store_file: Path, tmp_path: Path, make_leases: MakeLeases
-) -> None:
-    leases = make_leases("a", seconds=0.5)
-    eventually(lambda: held(leases) == {"a"}, SECONDS)
-    aside = tmp_path / "aside.db"
-    store_file.rename(aside)
-    eventually(lambda: leases.state_of("a") is LeaseState.OVERDUE, SECONDS)
-    aside.rename(store_file)
-    eventually(lambda: held(leases) == {"a"}, SECONDS)
+def test_the_loss_of_a_lease_is_reported_at_once(store: Store) -> None:
+    lost = threading.Event()
+    with Lease(store, "trainer:agent", 2.0, lost.set) as lease:
+        assert lease.wait(threading.Event())
+        store.leases.release("trainer:agent", lease.owner)
+        assert store.leases.acquire("trainer:agent", "thief", 600.0)
+        assert lost.wait(60.0)
+        assert not lease.is_held()
+    assert [one.owner for one in store.leases.holders("trainer:")] == ["thief"]

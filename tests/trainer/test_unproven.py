@@ -12,7 +12,7 @@ from ratchet.store.records import Policy
 from ratchet.store.states import GroupState, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import AdapterStore
-from ratchet.trainer.controller.outages import OutageAlarm, OutageLog
+from ratchet.trainer.controller.agent_controller import OutageAlarm, OutageLog
 from ratchet.trainer.errors import AdapterStoreUnreachable, LearnerUnreachable
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.release.release_controller import retained

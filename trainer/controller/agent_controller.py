@@ -22,7 +22,7 @@ A step does what is due and waits for nothing. What may take long runs in thread
 (T) in threads of its own, (L) in the one thread that uses the learner, (R) in the one that talks to the replicas.
 
 Each component changes states in the store: after a crash the next start resumes there. An outage (store, vLLM, learner)
-delays what needs it. An error that waiting cannot fix is raised by `step`; `agent_runner.py` starts the agent again.
+delays what needs it. An error that waiting cannot fix is raised by `step`; `process.py` starts the agent again.
 
 The release phase decides what a step may do. Training does not wait for a ramp; it stops when the newest version is
 `max_staleness` ahead of what serves, and after repeated rollbacks:
@@ -39,14 +39,14 @@ The release phase decides what a step may do. Training does not wait for a ramp;
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Set
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
-from typing import Any
 
 from ratchet.store.coordination import ALL_KINDS, ActivityKind
-from ratchet.store.errors import InvalidTransition, RecordNotFound
+from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreUnavailable
 from ratchet.store.records import Group, Policy
 from ratchet.store.reports.learning_report import record_judge_scale
 from ratchet.store.states import PolicyState
@@ -58,8 +58,7 @@ from ratchet.trainer.background_work import BackgroundWork, ignore, no_change
 from ratchet.trainer.collect.collector import RoleResolver, TrajectoryCollector, feedback_wait_of
 from ratchet.trainer.controller.components import make_judging_components, make_release_components
 from ratchet.trainer.controller.learner_work import LearnerFactory, LearnerWork, Publication
-from ratchet.trainer.controller.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
-from ratchet.trainer.errors import OutOfMemory
+from ratchet.trainer.errors import AdapterStoreUnreachable, EngineUnreachable, LearnerUnreachable, OutOfMemory
 from ratchet.trainer.judges.judge_runner import TranscriptCache
 from ratchet.trainer.learner_api import LearnerProtocol
 from ratchet.trainer.observability.metrics import TrainerMetrics
@@ -84,27 +83,78 @@ _QUIET_UPKEEP_SECONDS = 30.0  # if nothing was released lately and nothing is le
 _RELEASE_SETTLES_SECONDS = 120.0
 
 
+# Outages: errors that waiting may fix, and the alarm of one that lasts.
+#
+# A step or a piece of work that meets one is tried again after a pause. An outage is a line in the log at its begin,
+# once a minute and at its end; one that lasts is the alarm `outage`, which names what does not answer and clears when
+# the agent's work goes on.
+
+OUTAGES = (StoreUnavailable, EngineUnreachable, LearnerUnreachable, AdapterStoreUnreachable)
+OUTAGE_PAUSE_SECONDS = 2.0
+ALARM = "outage"
+_ALARM_SECONDS = 15.0
+_LEARNER_SECONDS = 600.0  # a large base model takes minutes to load
+_LOG_SECONDS = 60.0
+
+
+class OutageLog:
+    """Logs the outages of one agent, or of the store for all agents. Times are Unix seconds."""
+
+    def __init__(self, alias: str = "") -> None:
+        self._alias = alias
+        self._began_at: float | None = None
+        self._logged_at: dict[str, float] = {}  # by work
+
+    def record(self, outage: Exception, now: float, work: str = "") -> float:
+        """Log an outage, unless that was done within the last minute; return the seconds that it has lasted."""
+        self._began_at = now if self._began_at is None else self._began_at
+        if now - self._logged_at.get(work, -_LOG_SECONDS) >= _LOG_SECONDS:
+            self._logged_at[work] = now
+            log.warning("event=outage alias=%s work=%r reason=%r", self._alias, work, str(outage))
+        return now - self._began_at
+
+    def end(self, now: float) -> None:
+        if self._began_at is not None:
+            log.info("event=outage_ended alias=%s seconds=%.0f", self._alias, now - self._began_at)
+            self._began_at, self._logged_at = None, {}
+
+
+class OutageAlarm:
+    """The alarm of one agent. Times are Unix seconds."""
+
+    def __init__(self, store: Store, alias: str) -> None:
+        self._store = store
+        self._alias = alias
+        self._log = OutageLog(alias)
+        self._may_be_raised = True  # by an earlier trainer
+
+    def record(self, outage: Exception, now: float, work: str = "") -> None:
+        """Log an outage, and raise the alarm once it has lasted."""
+        lasted = self._log.record(outage, now, work)
+        limit = _LEARNER_SECONDS if isinstance(outage, LearnerUnreachable) else _ALARM_SECONDS
+        if lasted < limit or isinstance(outage, StoreUnavailable):
+            return
+        with suppress(StoreUnavailable):
+            self._store.alarms.raise_(
+                f"{ALARM}:{self._alias}",
+                f"training of {self._alias} waits, and is tried again every {OUTAGE_PAUSE_SECONDS:g} s: {outage}",
+            )
+            self._may_be_raised = True
+
+    def end(self) -> None:
+        """Record that the work goes on."""
+        self._log.end(time.time())
+        if self._may_be_raised:
+            self._store.alarms.clear(f"{ALARM}:{self._alias}")
+            self._may_be_raised = False
+
+
 class ReleasePhase(Enum):
     """What the newest undecided version is waiting for; the table at the top of this file."""
 
     IDLE = auto()
     CANDIDATE = auto()
     BLOCKED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerState:
-    """What the controller remembers from one step to the next. Times are Unix seconds."""
-
-    candidate_waiting: bool  # a candidate is being evaluated, or could not be published yet
-    opened: bool = False  # the learner was asked for
-    unread: bool = False  # more groups wait than the judge's queue holds
-    judged_since: float | None = None  # when the first group for the next round was judged
-    upkeep_at: float = 0.0
-    released_at: float = 0.0  # when a version was last published or decided on
-    prune_pending: bool = True
-    learner_due_at: float = 0.0  # after an outage
-    overtaken: int = 0  # works in a row
 
 
 class AgentController:
@@ -167,7 +217,15 @@ class AgentController:
         self._learning = make_background(f"learning {alias}", on_change)  # (L)
         self._upkeep = make_background(f"upkeep {alias}", ignore)  # (R); nothing waits for its end
         states = [policy.state for policy in store.policies.all(alias)]
-        self._state = ControllerState(candidate_waiting=PolicyState.CANDIDATE in states)
+        # What is remembered from one step to the next; times are Unix seconds.
+        self._candidate_waiting = PolicyState.CANDIDATE in states  # it is evaluated, or could not be published yet
+        self._opened = False  # the learner was asked for
+        self._unread = False  # more groups wait than the judge's queue holds
+        self._judged_since: float | None = None  # when the first group for the next round was judged
+        self._upkeep_at = self._released_at = 0.0  # released: when a version was last published or decided on
+        self._prune_pending = True
+        self._learner_due_at = 0.0  # after an outage
+        self._overtaken = 0  # works in a row
         judge, version = self._judging.judge.name, self._work.version
         start.info("event=trainer_ready alias=%s version=%d judge=%s", alias, version, judge)
 
@@ -179,16 +237,12 @@ class AgentController:
     def phase(self) -> ReleasePhase:
         if self._release.controller.is_publishing_blocked:
             return ReleasePhase.BLOCKED
-        return ReleasePhase.CANDIDATE if self._state.candidate_waiting else ReleasePhase.IDLE
+        return ReleasePhase.CANDIDATE if self._candidate_waiting else ReleasePhase.IDLE
 
     @property
     def is_watching(self) -> bool:
         """Whether something runs or is compared whose end nobody reports, so that steps must be frequent."""
         return self._release.evaluations.is_running or self._collector.is_resampling or self._release.sentinel.is_behind
-
-    @property
-    def is_learning(self) -> bool:
-        return self._learning.is_busy
 
     def close(self, timeout: float = 0.0) -> None:
         """Wait at most `timeout` seconds for the work that runs, then leave it and close all connections.
@@ -213,8 +267,8 @@ class AgentController:
         errors that waiting cannot fix.
         """
         worked = self._collect_work(now)
-        if not self._state.opened:
-            self._update(opened=True)
+        if not self._opened:
+            self._opened = True
             self._learning.start("opening the learner", self._work.open, no_change)
             self._collect_work(now)
         shipped = self._collector.seal(now, waiting)
@@ -224,10 +278,10 @@ class AgentController:
             return worked
         worked |= self._decide_release(now)
         formed = shipped is not None and self._collector.step(now, shipped)
-        self._submit_to_judge(now, any_ready=formed or self._state.unread or ActivityKind.READY in waiting)
+        self._submit_to_judge(now, any_ready=formed or self._unread or ActivityKind.READY in waiting)
         recorded = self._collect_verdicts(now)
         worked |= formed | recorded
-        any_judged = recorded or ActivityKind.JUDGED in waiting or self._state.judged_since is not None
+        any_judged = recorded or ActivityKind.JUDGED in waiting or self._judged_since is not None
         worked |= self._warm_start(now) or (any_judged and self._train(now))
         worked |= self._publish(now)
         self._drain(now)
@@ -238,22 +292,22 @@ class AgentController:
         worked = self._collect_work(now)
         if self._base.known_reason is None:
             worked |= self._collect_verdicts(now)
-            if self._state.unread:
+            if self._unread:
                 self._submit_to_judge(now)
-            if worked or self._state.judged_since is not None:
+            if worked or self._judged_since is not None:
                 self._train(now)
             self._publish(now)
 
     def _decide_release(self, now: float) -> bool:
         if not self._release.controller.check(now):
             return False
-        self._update(released_at=now)
+        self._released_at = now
         return True
 
     def _submit_to_judge(self, now: float, *, any_ready: bool = True) -> None:
         if any_ready:
             groups = self._backlog.groups_to_judge(now, drop_stale=not self._learning.is_busy)
-            self._update(unread=self._judging.runner.submit(groups, self._transcripts.read))
+            self._unread = self._judging.runner.submit(groups, self._transcripts.read)
         if feedback_wait_of(self.settings.judge) is not None:
             self._judging.rejudger.submit_late_feedback(now)
 
@@ -280,17 +334,18 @@ class AgentController:
             if not self._memory.record_failure():
                 raise outcome
         else:  # the next step tries again with less memory, or with the next groups
-            self._update(judged_since=None, candidate_waiting=outcome is not None)
+            self._judged_since = None
+            self._candidate_waiting = outcome is not None
         return True
 
     def _next_round(self, now: float) -> list[Group]:
         """Return the groups of the next round; none before it is due."""
         judged = self._backlog.judged()
         if not judged:
-            self._update(judged_since=None)
+            self._judged_since = None
             return []
-        since = self._state.judged_since or now
-        self._update(judged_since=since)
+        since = self._judged_since or now
+        self._judged_since = since
         weight, wanted = self._backlog.weight(judged), self.settings.groups_per_round
         self._gathering.at(min(weight, wanted), wanted)
         requested = any(group.is_requested for group in judged)
@@ -308,21 +363,21 @@ class AgentController:
         return self._collect_work(now)
 
     def _record_warm_start(self, _: None) -> bool:
-        self._update(candidate_waiting=True)  # until the next step has looked
+        self._candidate_waiting = True  # until the next step has looked
         return True
 
     def _publish(self, now: float) -> bool:
         """Publish the next candidate, unless a version is being evaluated, is in its ramp or waits for a person."""
         if self.phase is ReleasePhase.BLOCKED or self._release.evaluations.is_running or not self._is_learner_free(now):
             return False
-        if not self._state.candidate_waiting and not self._release.controller.has_candidate:
+        if not self._candidate_waiting and not self._release.controller.has_candidate:
             return False
         try:
             candidate = next_candidate(self._store, self.settings.model)
         except InvalidTransition as overtaken:  # by a person's decision
             log.info("event=publish_overtaken alias=%s reason=%r", self.settings.model, str(overtaken))
             return False
-        self._update(candidate_waiting=candidate is not None)
+        self._candidate_waiting = candidate is not None
         if candidate is None:
             return False
         what = f"the publication of {self.settings.model}@{candidate.version}"
@@ -330,7 +385,9 @@ class AgentController:
         return self._collect_work(now)
 
     def _record_publication(self, now: float, outcome: Publication) -> bool:
-        self._update(candidate_waiting=outcome.waiting, prune_pending=outcome.prune_pending, released_at=now)
+        self._candidate_waiting = outcome.waiting
+        self._prune_pending = outcome.prune_pending
+        self._released_at = now
         self.metrics.evaluating(outcome.waiting)
         return not outcome.waiting
 
@@ -347,13 +404,13 @@ class AgentController:
 
     def _drain(self, now: float) -> None:
         """Unload what nobody needs, and prune versions that were pinned, or left by an outage or a kill."""
-        lately = self._state.prune_pending or now - self._state.released_at < _RELEASE_SETTLES_SECONDS
+        lately = self._prune_pending or now - self._released_at < _RELEASE_SETTLES_SECONDS
         every = _UPKEEP_SECONDS if lately else _QUIET_UPKEEP_SECONDS
-        if self._upkeep.is_busy or now - self._state.upkeep_at < every:
+        if self._upkeep.is_busy or now - self._upkeep_at < every:
             return
-        self._update(upkeep_at=now)
+        self._upkeep_at = now
         if self._is_learner_free(now):
-            catch_up = partial(self._work.catch_up, now, prune=self._state.prune_pending)
+            catch_up = partial(self._work.catch_up, now, prune=self._prune_pending)
             self._learning.start("proofs on replicas that came later", catch_up, self._record_pruning)
             self._collect_work(now)
         self._upkeep.start("unloading old versions", partial(self._drain_replicas, now), no_change)
@@ -364,11 +421,11 @@ class AgentController:
         self._release.publisher.drain(now)
 
     def _record_pruning(self, pending: bool) -> bool:
-        self._update(prune_pending=pending)
+        self._prune_pending = pending
         return False
 
     def _is_learner_free(self, now: float) -> bool:
-        return not self._learning.is_busy and now >= self._state.learner_due_at
+        return not self._learning.is_busy and now >= self._learner_due_at
 
     def _collect_work(self, now: float) -> bool:
         """Record what the background work has finished; return whether anything was. An outage is tried again later."""
@@ -378,18 +435,15 @@ class AgentController:
             try:
                 worked |= work.collect()
                 if work is self._learning and what is not None and not work.is_busy:
-                    self._update(overtaken=0)
+                    self._overtaken = 0
                     self._outage.end()
             except OUTAGES as outage:
                 self._outage.record(outage, now, what or "")
                 if work is self._learning:
-                    self._update(learner_due_at=now + OUTAGE_PAUSE_SECONDS)
+                    self._learner_due_at, self._prune_pending = now + OUTAGE_PAUSE_SECONDS, True
             except OVERTAKEN as changed:
                 log.warning("event=work_overtaken alias=%s work=%r reason=%r", self.settings.model, what, str(changed))
-                self._update(overtaken=self._state.overtaken + 1)
-                if self._state.overtaken == MAX_OVERTAKEN:
+                self._overtaken += 1
+                if self._overtaken == MAX_OVERTAKEN:
                     raise
         return worked
-
-    def _update(self, **changes: Any) -> None:
-        self._state = replace(self._state, **changes)

@@ -1,4 +1,18 @@
-"""The controller's process: starts the agents that it holds leases for, and stops them at a signal."""
+"""The controller's process: every agent in a thread of its own, under a lease, until a signal.
+
+    an agent    meaning                                                     next
+    ---------   ---------------------------------------------------------   ------------------------------------------
+    waits       another process holds its lease, or a failure's pause       runs
+    runs        its controller is made, then stepped                        waits, after a lost lease or an error; over
+    over        the lease is given back                                     a new one, if it has other settings
+
+Promises: only one trainer of an agent works at a time, the others wait; one agent's judge, round or failure delays no
+other: its error is logged, raised as the alarm `agent_failed`, and it is started again after a pause that doubles with
+each failure in a row. The process ends only for what concerns all agents: SIGTERM and SIGINT (exit code 0), a store
+that cannot be used, a lost process of the learner's group, or agents none of which can be started (1, and a log line
+with the reason). One query for all agents tells what others did in the store (`store.activity`). Imports no torch; the
+learner is passed in.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +20,226 @@ import logging
 import os
 import queue
 import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from types import FrameType
 
 from ratchet.store.coordination import ALL_KINDS, AgentActivity, has_grown
-from ratchet.store.errors import StoreError, StoreUnavailable
+from ratchet.store.errors import RecordDamaged, StoreError, StoreUnavailable
+from ratchet.store.reasons import DropReason
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.controller.agent_leases import AgentLeases
-from ratchet.trainer.controller.agent_runner import AgentCondition, AgentRunner, SharedByAgents
+from ratchet.trainer.adapters.base_model_files import DIGESTS, check_files
+from ratchet.trainer.controller.agent_controller import (
+    MAX_OVERTAKEN,
+    OUTAGE_PAUSE_SECONDS,
+    OUTAGES,
+    OVERTAKEN,
+    AgentController,
+    OutageAlarm,
+    OutageLog,
+)
 from ratchet.trainer.controller.learner_work import LearnerFactory
-from ratchet.trainer.controller.look_pacing import LookPacing
-from ratchet.trainer.controller.outages import OutageLog
-from ratchet.trainer.errors import TrainerError
-from ratchet.trainer.observability.metrics import MetricsRegistry
-from ratchet.trainer.observability.monitors import check_installed
+from ratchet.trainer.errors import TrainerError, WorkerProcessLost
+from ratchet.trainer.lease import Lease
+from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
+from ratchet.trainer.observability.monitors import check_installed, monitored
 from ratchet.trainer.observability.progress import StoredProgress
 from ratchet.trainer.release.evaluation import MakeWorkflowEvaluator
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
-# ControllerProcess: one process that serves any number of agents, and in which nothing waits.
-#
-# One thread steps the agents whose turn it is: those that something has happened to (a verdict, the end of a round, a
-# lease), and each now and then. One query for all agents tells what others did in the store (`store.activity`). Agents
-# come and go with `set_agents`; `agent_runner.py` is the life of one. The process ends only for what concerns all
-# agents: a store that cannot be used, or agents none of which can be started.
-
 log = logging.getLogger(__name__)
 
+FAILED = "agent_failed"  # alarm
+_RETRY_SECONDS, _MAX_RETRY_SECONDS = 5.0, 300.0
+_HEALTHY_SECONDS = 60.0  # after this time without an error, the alarm is cleared
+_STOP_SECONDS = 20.0  # for a round or a publication that runs
+_WATCHING_SECONDS = 1.0  # between steps while something runs that reports no end
+_MAX_IDLE_SECONDS = 10.0  # between steps without anything to do
+_WAITS_PER_LOOK = 10.0  # steps without anything to do, within the shortest wait of the settings
 _MAX_JUDGE_THREADS = 256  # of all agents; each agent has its share of them for itself
-_MAX_PAUSE_SECONDS = 10.0
-_STOP_SECONDS = 30.0  # for all agents at the end
+_END_SECONDS = 30.0  # for all agents at the end
 
 Agents = Mapping[str, TrainerSettings]
+
+
+class _AgentThread:
+    """One agent, in a thread of its own from its lease to its end."""
+
+    def __init__(self, settings: TrainerSettings, process: ControllerProcess) -> None:
+        self.settings = settings
+        self.is_running = self.is_over = False  # its controller is stepped; its thread has ended
+        self.has_run = False
+        self.start_error: TrainerError | None = None  # of the first start
+        self.fatal: BaseException | None = None  # ends the process
+        self._process = process
+        self._store = process.store
+        self._alias = settings.model
+        self._stop = threading.Event()
+        self._woken = threading.Event()  # by the end of our own work, or from outside
+        self._changed = False  # in the store, by others
+        self._waiting: Set[str] = ALL_KINDS  # kinds of activity
+        self._outage = OutageAlarm(self._store, self._alias)  # of the start and of steps
+        self._failures = 0  # in a row
+        self._thread = threading.Thread(target=self._serve, name=f"agent {self._alias}", daemon=True)
+        self._thread.start()
+
+    def look(self, *, changed: bool, waiting: Set[str]) -> None:
+        """Learn what others did: step now if something `changed`; a step asks for the kinds that are `waiting` only."""
+        self._waiting = waiting
+        if changed:
+            self._changed = True
+            self._woken.set()
+
+    def stop(self) -> None:
+        """Stop the agent for good; what runs may end."""
+        self._stop.set()
+        self._woken.set()
+
+    def join(self, timeout: float) -> None:
+        self._thread.join(timeout)
+
+    def _serve(self) -> None:
+        try:
+            while not self._stop.is_set():
+                seconds = self.settings.lease_seconds
+                with Lease(self._store, f"trainer:{self._alias}", seconds, self._woken.set) as lease:
+                    if lease.wait(self._stop):
+                        self._work_under(lease)
+        except BaseException as error:  # noqa: BLE001  raised again by the process
+            self.fatal = error
+        finally:
+            self._process.metrics.remove_agent(self._alias)
+            log.info("event=agent_stopped alias=%s", self._alias)
+            self.is_over = True
+            self._process.wake()
+
+    def _work_under(self, lease: Lease) -> None:
+        """Start and step the agent, again after a failure, while the lease is ours. Raises WorkerProcessLost."""
+        while not self._stop.is_set():
+            try:
+                if lease.is_held():
+                    with self._controller() as controller:
+                        self._step_until_stopped(controller, lease)
+                return
+            except OUTAGES as outage:
+                self._outage.record(outage, time.time(), "the start")
+                self._stop.wait(OUTAGE_PAUSE_SECONDS)
+            except WorkerProcessLost:
+                raise
+            except Exception as error:  # noqa: BLE001  one agent's judge or plug-in must not end the others
+                self._stop.wait(self._record_failure(error))
+
+    @contextmanager
+    def _controller(self) -> Iterator[AgentController]:
+        """Make the agent's controller and close it; reads the base model's files and the judge's code."""
+        settings, process = self.settings, self._process
+        check_files(self._store, self._alias, settings.base_model, settings.checkpoints.parent / DIGESTS)
+        controller = AgentController(
+            settings,
+            self._store,
+            process.learner_factory,
+            process.upstream_key,
+            process.make_workflow_evaluator,
+            metrics=TrainerMetrics(self._alias, metrics=process.metrics),
+            stored_progress=process.progress,
+            on_change=self._woken.set,
+            max_judge_threads=process.judge_threads,
+        )
+        with monitored(self._store, self._alias, settings.report_to, settings.checkpoints.parent / "monitors"):
+            try:
+                if not self._failures:
+                    self._store.alarms.clear(f"{FAILED}:{self._alias}")
+                self.is_running = self.has_run = True
+                process.wake()
+                yield controller
+            finally:
+                self.is_running = False
+                controller.close(_STOP_SECONDS if self._stop.is_set() else 0.0)
+
+    def _step_until_stopped(self, controller: AgentController, lease: Lease) -> None:
+        """Step when something happened, and now and then; react to the end of our own work at once."""
+        started_at, due_at, overtaken = time.time(), 0.0, 0
+        while not self._stop.is_set():
+            now, pause = time.time(), 0.0
+            self._woken.clear()
+            if self._changed:
+                self._changed, due_at = False, 0.0
+            try:
+                if not lease.is_held():
+                    return
+                if now < due_at:
+                    controller.react(now)
+                    pause = due_at - now
+                else:
+                    controller.step(now, self._waiting)
+                    overtaken, pause = 0, self._pause(controller)
+                    self._outage.end()
+                    if self._failures and now - started_at > _HEALTHY_SECONDS:
+                        self._failures = 0
+                        self._store.alarms.clear(f"{FAILED}:{self._alias}")
+            except RecordDamaged as damaged:  # it is dropped, and the next step goes on without it
+                if not self._store.groups.drop_members([damaged.trajectory_id], DropReason.DAMAGED):
+                    raise
+                log.error("event=trajectory_dropped alias=%s reason=%r", self._alias, str(damaged))
+            except OUTAGES as outage:
+                self._outage.record(outage, now, "a step")
+                pause = OUTAGE_PAUSE_SECONDS
+            except OVERTAKEN as changed:  # by a person, a deletion, or another trainer
+                log.warning("event=step_overtaken alias=%s reason=%r", self._alias, str(changed))
+                overtaken, pause = overtaken + 1, self.settings.poll_interval_seconds
+                if overtaken == MAX_OVERTAKEN:
+                    raise
+            due_at = now + pause
+            self._woken.wait(max(0.0, due_at - time.time()))
+
+    def _pause(self, controller: AgentController) -> float:
+        """Return the seconds until the next step if nothing happens; one step does all that is due."""
+        settings, shortest = self.settings, self.settings.poll_interval_seconds
+        if controller.is_watching:
+            return max(shortest, _WATCHING_SECONDS)
+        waits = settings.group_wait_seconds, settings.round_wait_seconds, settings.release.deadline_seconds
+        return max(shortest, min(_MAX_IDLE_SECONDS, *(wait / _WAITS_PER_LOOK for wait in waits)))
+
+    def _record_failure(self, error: Exception) -> float:
+        """Log an error and raise its alarm; return the seconds until the next start."""
+        pause = min(_RETRY_SECONDS * 2.0**self._failures, _MAX_RETRY_SECONDS)
+        self._failures += 1
+        kind, trace = type(error).__name__, None if isinstance(error, TrainerError) else error
+        log.error("event=agent_failed alias=%s error=%s reason=%r", self._alias, kind, str(error), exc_info=trace)
+        if not self.has_run and isinstance(error, TrainerError):
+            self.start_error = error
+        try:
+            self._store.alarms.raise_(
+                f"{FAILED}:{self._alias}",
+                f"{self._alias} is not trained: {kind}: {error}; it starts again in {pause:g} s, other agents go on",
+            )
+        except StoreUnavailable as outage:
+            log.warning("event=outage alias=%s reason=%r", self._alias, str(outage))
+        self._process.wake()
+        return pause
+
+
+class QueryPacing:
+    """The pauses between the queries for all agents, so that they take a small share of the time in a large store too;
+    `shortest` in seconds.
+    """
+
+    _MAX_SHARE = 0.02  # of the time
+    # Of so many queries the fastest counts: on a busy machine a single one takes a second, without a reason in the
+    # store.
+    _QUERIES = 3
+
+    def __init__(self, shortest: float) -> None:
+        self._shortest = shortest
+        self._latest: deque[float] = deque([0.0] * self._QUERIES, maxlen=self._QUERIES)
+
+    def pause_after(self, seconds: float) -> float:
+        """Return the pause in seconds after a query that took `seconds`."""
+        self._latest.append(seconds)
+        return max(self._shortest, min(self._latest) / self._MAX_SHARE)
 
 
 class ControllerProcess:
@@ -54,37 +255,31 @@ class ControllerProcess:
     ) -> None:
         """`agents` are the settings by name, at least one; what all agents share is taken from the first."""
         first = next(iter(agents.values()))
-        self._store = store
+        self.store, self.upstream_key = store, upstream_key
+        self.learner_factory, self.make_workflow_evaluator = learner_factory, make_workflow_evaluator
+        self.metrics, self.progress = MetricsRegistry(store), StoredProgress(store)
+        if first.metrics_port is not None:
+            self.metrics.serve(first.metrics_host, first.metrics_port)
         self._poll_seconds = first.poll_interval_seconds
-        self._pacing = LookPacing(self._poll_seconds)
+        self._pacing = QueryPacing(self._poll_seconds)
         self._wanted = dict(agents)
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put may be called by a signal handler
         self._stopping = False
-        self.metrics = MetricsRegistry(store)
-        if first.metrics_port is not None:
-            self.metrics.serve(first.metrics_host, first.metrics_port)
-        self._leases = AgentLeases(store, first.lease_seconds, self._wake_all)
-        self._progress = StoredProgress(store)
-        self._shared = SharedByAgents(
-            store,
-            self._leases,
-            self.metrics,
-            self._progress,
-            learner_factory,
-            make_workflow_evaluator,
-            upstream_key,
-            max_judge_threads=lambda: max(2, _MAX_JUDGE_THREADS // max(1, len(self._wanted))),
-        )
-        self._runners: dict[str, AgentRunner] = {}
+        self._agents: dict[str, _AgentThread] = {}
         self._activity: dict[str, AgentActivity] = {}
         self._look_at = 0.0  # monotonic
         self._outages = OutageLog()
         self._has_run = False
 
     @property
-    def conditions(self) -> dict[str, AgentCondition]:
-        """The agents of this process, each with where it is in its life."""
-        return {alias: runner.condition for alias, runner in dict(self._runners).items()}
+    def running(self) -> dict[str, bool]:
+        """The agents of this process, each with whether it is stepped."""
+        return {alias: agent.is_running for alias, agent in dict(self._agents).items()}
+
+    @property
+    def judge_threads(self) -> int:
+        """Of one agent, when it starts."""
+        return max(2, _MAX_JUDGE_THREADS // max(1, len(self._wanted)))
 
     def set_agents(self, agents: Agents) -> None:
         """Serve these agents from now on: new ones are started, others stopped, those with new settings both.
@@ -103,79 +298,69 @@ class ControllerProcess:
         self._wakes.put(None)
 
     def run(self) -> None:
-        """Serve the agents until `stop`. Raises StoreError, and TrainerError if no agent can be started."""
+        """Serve the agents until `stop`. Raises StoreError, WorkerProcessLost, TrainerError if no agent can start."""
         try:
             while not self._stopping:
                 self._arrange()
-                now = time.time()
                 self._look()
-                for runner in tuple(self._runners.values()):
-                    if runner.is_due(now):
-                        runner.turn(now)
-                self._share_agents()
-                self._check_starts()
-                self._progress.flush()
-                self._pause(self._next_due(now))
+                self._check()
+                self.progress.flush()
+                self._pause(self._next_due())
         finally:
             self._close()
 
     def _arrange(self) -> None:
         """Start and stop agents as `set_agents` wants."""
         wanted = self._wanted
-        for alias, runner in tuple(self._runners.items()):
-            if runner.condition is AgentCondition.STOPPED:
-                del self._runners[alias]
-            elif wanted.get(alias) != runner.settings:
-                runner.remove()
+        for alias, agent in tuple(self._agents.items()):
+            if wanted.get(alias) != agent.settings:
+                agent.stop()
+            if agent.is_over and agent.fatal is None:
+                del self._agents[alias]
         for alias, settings in wanted.items():
-            if alias not in self._runners:
-                self._runners[alias] = AgentRunner(settings, self._shared, self.wake)
-
-    def _share_agents(self) -> None:
-        """Give up agents that other controllers should take, between their works."""
-        giving = sum(runner.gives_up for runner in self._runners.values())
-        for runner in self._runners.values():
-            if giving < self._leases.surplus and not runner.gives_up and runner.can_give_up:
-                runner.give_up()
-                giving += 1
+            if alias not in self._agents:
+                self._agents[alias] = _AgentThread(settings, self)
 
     def _look(self) -> None:
         """Let the agents look that something has happened to in the store."""
-        running = [runner for runner in self._runners.values() if runner.is_running]
+        running = {alias: agent for alias, agent in self._agents.items() if agent.is_running}
         started = time.monotonic()
         if not running or started < self._look_at:
             return
-        idle_seconds = min(runner.settings.seal_after_idle_seconds for runner in running)
         pause = self._poll_seconds
         try:
-            activity = self._store.activity.read(idle_seconds)
+            activity = self.store.activity.read(min(one.settings.seal_after_idle_seconds for one in running.values()))
         except StoreUnavailable as outage:
             self._outages.record(outage, time.time(), "looking for work")
-            activity = {runner.alias: dict.fromkeys(ALL_KINDS, 0) for runner in running}  # anything may wait
+            activity = {alias: dict.fromkeys(ALL_KINDS, 0) for alias in running}  # anything may wait
         else:
             self._outages.end(time.time())
             pause = self._pacing.pause_after(time.monotonic() - started)
         self._look_at = time.monotonic() + pause
-        for runner in running:
-            before, after = self._activity.get(runner.alias, {}), activity.get(runner.alias, {})
-            runner.look(changed=has_grown(before, after), waiting=frozenset(after))
+        for alias, agent in running.items():
+            before, after = self._activity.get(alias, {}), activity.get(alias, {})
+            agent.look(changed=has_grown(before, after), waiting=frozenset(after))
         self._activity = activity
 
-    def _check_starts(self) -> None:
-        """Raise the error of an agent's start if all have failed to start and none has ever run."""
-        self._has_run = self._has_run or any(runner.has_run for runner in self._runners.values())
-        errors = [runner.start_error for runner in self._runners.values()]
+    def _check(self) -> None:
+        """Raise what ended an agent's thread, and the error of a start if all have failed and none has ever run."""
+        agents = self._agents.values()
+        for agent in agents:
+            if agent.fatal is not None:
+                raise agent.fatal
+        self._has_run = self._has_run or any(agent.has_run for agent in agents)
+        errors = [agent.start_error for agent in agents]
         if not self._has_run and errors and (error := errors[0]) is not None and None not in errors:
             raise error
 
-    def _next_due(self, now: float) -> float:
+    def _next_due(self) -> float:
         """Return the seconds until something is due."""
-        due = min((runner.due_at for runner in self._runners.values()), default=now + _MAX_PAUSE_SECONDS) - now
-        if any(runner.is_running for runner in self._runners.values()):
-            due = min(due, self._look_at - time.monotonic())
-        if (flush_in := self._progress.due_in) is not None:
-            due = min(due, flush_in)
-        return max(0.0, due)
+        due = [_MAX_IDLE_SECONDS]
+        if any(agent.is_running for agent in self._agents.values()):
+            due.append(self._look_at - time.monotonic())
+        if (flush_in := self.progress.due_in) is not None:
+            due.append(flush_in)
+        return max(0.0, min(due))
 
     def _pause(self, seconds: float) -> None:
         """Wait until somebody wakes us, at most that long."""
@@ -186,33 +371,14 @@ class ControllerProcess:
         except queue.Empty:
             pass
 
-    def _wake_all(self) -> None:
-        for runner in tuple(self._runners.values()):
-            runner.due_at = 0.0
-        self.wake()
-
     def _close(self) -> None:
-        """Stop all agents, and give their leases back."""
-        for runner in self._runners.values():
-            runner.remove()
-        deadline = time.monotonic() + _STOP_SECONDS
-        while any(runner.condition is not AgentCondition.STOPPED for runner in self._runners.values()):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            for runner in self._runners.values():
-                if runner.condition is not AgentCondition.STOPPED:
-                    runner.turn(time.time())
-            if any(runner.condition is not AgentCondition.STOPPED for runner in self._runners.values()):
-                self._pause(min(left, self._poll_seconds))
-        self._progress.flush(now=True)
-        self._leases.close()
-
-
-# The controller's process: signals, the store, the agents. Imports no torch; the learner is passed in.
-#
-# Promises: only one trainer of an agent works at a time, the others wait; SIGTERM and SIGINT end it with exit code 0;
-# an error that concerns all agents and that waiting cannot fix ends it with 1 and one log line with the reason.
+        """Stop all agents, which give their leases back; one that does not end in time is left behind."""
+        deadline = time.monotonic() + _END_SECONDS
+        for agent in self._agents.values():
+            agent.stop()
+        for agent in self._agents.values():
+            agent.join(max(0.0, deadline - time.monotonic()))
+        self.progress.flush(now=True)
 
 
 def run(

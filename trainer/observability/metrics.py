@@ -142,12 +142,12 @@ class MetricsRegistry:
 
     def add_agent(self, alias: str) -> None:
         if self._stored is not None:
-            self._stored.aliases = tuple(dict.fromkeys((*self._stored.aliases, alias)))
+            self._stored.aliases[alias] = None
 
     def remove_agent(self, alias: str) -> None:
         """Show nothing of an agent any more."""
         if self._stored is not None:
-            self._stored.aliases = tuple(one for one in self._stored.aliases if one != alias)
+            self._stored.aliases.pop(alias, None)
         for gauge in self.gauges.values():
             _remove_agent(gauge, alias)
 
@@ -244,7 +244,7 @@ class _Stored(Collector):
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.aliases: tuple[str, ...] = ()
+        self.aliases: dict[str, None] = {}  # agents come and go in threads of their own
 
     def describe(self) -> Iterable[Metric]:
         """Return the names without reading the store."""
@@ -258,7 +258,7 @@ class _Stored(Collector):
                 families["ratchet_trajectories_dropped"].add_metric([reason], count)
             for alarm in self._store.alarms.active():
                 families["ratchet_alarm_active"].add_metric([alarm.name], 1)
-            for alias in self.aliases:
+            for alias in tuple(self.aliases):
                 self._read(alias, families)
         except StoreError as error:
             log.warning("event=metrics_without_store reason=%r", str(error))
