@@ -37,8 +37,13 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import list_models
 from ratchet.trainer.errors import TrainerError, TuningError
 from ratchet.trainer.judges.judgement import Judge
-from ratchet.trainer.release.candidates import version_name
-from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation, Sides, compare_with_judge
+from ratchet.trainer.release.evaluation import (
+    EvaluationResult,
+    PairedEvaluation,
+    Sides,
+    compare_with_judge,
+    version_name,
+)
 from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.trainer.statistics import (
     CandidateScore,

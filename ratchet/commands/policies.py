@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ratchet.store.records import Decision, Policy, Prompt
     from ratchet.store.store import Store
     from ratchet.trainer.adapters.adapter_store import AdapterStore
-    from ratchet.trainer.release.candidates import ForkTarget
+    from ratchet.trainer.release.adopted import ForkTarget
 
 _BY_HAND = click.option("--reason", required=True, help="Reason, recorded with the decision.")
 _NAMED = re.compile(r"(?P<alias>[^@/\s]+)@(?P<version>\d+)")
@@ -299,7 +299,7 @@ def fork(settings: Settings, store: Store, source: str, target: str) -> None:
     Example:
       ratchet policies fork mail@7 support
     """
-    from ratchet.trainer.release.candidates import fork as copy_version
+    from ratchet.trainer.release.adopted import fork as copy_version
 
     policy = _version(store, source)
     options.check_alias(store, target)
@@ -326,7 +326,7 @@ def import_(settings: Settings, store: Store, adapter: Path, agent: str) -> None
     Example:
       ratchet policies import ./mail-lora mail
     """
-    from ratchet.trainer.release.candidates import import_adapter
+    from ratchet.trainer.release.adopted import import_adapter
 
     target = _target(settings, agent)
     options.check_alias(store, agent)
@@ -342,7 +342,7 @@ def _adapters(settings: Settings) -> AdapterStore:
 
 def _target(settings: Settings, agent: str) -> ForkTarget:
     """Return where the agent's versions are and how they are trained."""
-    from ratchet.trainer.release.candidates import ForkTarget
+    from ratchet.trainer.release.adopted import ForkTarget
 
     learner = settings.for_agent(agent).trainer.learner
     place = settings.adapters.store

@@ -17,10 +17,11 @@ from ratchet.supervisor.vllm_command import served_name
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.adapters.vllm_api import ReplicaFleet, VllmServer
 from ratchet.trainer.errors import AdapterNotFound, EngineUnreachable
-from ratchet.trainer.release.publisher import Publisher, PublishResult
+from ratchet.trainer.release.release import PublishResult, Release
 from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.s3 import BUCKET, S3Server
 from tests.harness.swaps.real_versions import POLICY, DrawnRowsLearner
+from tests.harness.trainer.releases import make_release
 from tests.harness.vllm.engine import VllmServerProcess
 
 STORE = f"s3://{BUCKET}/team"
@@ -89,23 +90,23 @@ def test_two_replicas_without_a_common_folder_serve_what_was_trained(
     versions = StoredVersions(store, AdapterStore(tmp_path / "trainer-cache"))
     first, second = replicas
     fleet = ReplicaFleet([first.url, second.url])
-    publisher = Publisher(store, fleet, alias="agent", tolerance=0.05, keep_loaded_adapters=2, quorum=1)
+    release = make_release(store, fleet, keep_loaded_adapters=2, adapters={"quorum": 1})
 
     second.suspend()  # it hangs during the publication, as far as a client can see
     began = time.monotonic()
-    assert publisher.publish(versions.make(), PROBES, versions) is PublishResult.RELEASED
+    assert release.publish(versions.make(), PROBES, versions) is PublishResult.RELEASED
     print(f"published beside a hung replica in {time.monotonic() - began:.1f} s")
     assert list(store.policies.live()["agent"].replicas) == [first.url]
     assert [alarm.name for alarm in store.alarms.active()] == ["replica_missing:agent"]
     second.resume()
-    assert _caught_up(publisher, versions) == {second.url}
+    assert _caught_up(release, versions) == {second.url}
 
     first.kill()  # its memory is gone, its cache is not
     first.start()
     first.wait()
     _warm_up(first)
     assert "agent@1" not in fleet[0].models()
-    assert _caught_up(publisher, versions) == {first.url}
+    assert _caught_up(release, versions) == {first.url}
     assert set(store.policies.live()["agent"].replicas) == {first.url, second.url}
     one, other = (replica.next_logprobs("agent@1", PROBES[:4], 20) for replica in fleet)
     base = fleet[0].next_logprobs(served_name(Settings.of({})), PROBES[:4], 20)
@@ -113,7 +114,7 @@ def test_two_replicas_without_a_common_folder_serve_what_was_trained(
 
     damaged = versions.make()
     s3.put("team/agent/checkpoints/0002/adapter_model.safetensors", b"not what the manifest says")
-    strict = Publisher(store, fleet, alias="agent", tolerance=0.05, keep_loaded_adapters=2)
+    strict = make_release(store, fleet, keep_loaded_adapters=2)
     with pytest.raises(EngineUnreachable, match="does not find agent@2"):
         strict.publish(damaged, PROBES, versions)
     assert store.policies.get("agent", 2).state is PolicyState.CANDIDATE  # nothing is lost
@@ -138,12 +139,12 @@ def _warm_up(server: VllmServerProcess) -> None:
         replica.next_logprobs(served_name(Settings.of({})), PROBES[:2], 5)
 
 
-def _caught_up(publisher: Publisher, versions: StoredVersions) -> set[str]:
-    """Wait until the publisher has proven a replica."""
+def _caught_up(release: Release, versions: StoredVersions) -> set[str]:
+    """Wait until the release has proven a replica."""
     deadline, now = time.monotonic() + 180, 0.0
     while time.monotonic() < deadline:
         now += 100.0
-        if found := publisher.catch_up(now, lambda policy: PROBES, versions):
+        if found := release.proofs.catch_up(now, lambda policy: PROBES, versions):
             return set(found)
         time.sleep(0.5)
     return set()

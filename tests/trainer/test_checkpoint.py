@@ -13,8 +13,8 @@ import pytest
 from ratchet.store.records import PastScore, Policy
 from ratchet.store.states import PolicyState
 from ratchet.trainer.adapters import checkpoint
+from ratchet.trainer.controller.learner_work import best_first, retained
 from ratchet.trainer.errors import CheckpointError
-from ratchet.trainer.release.release_controller import best_first, retained
 
 DEAD_PID = 4_194_305  # above the kernel's largest process id
 

@@ -17,7 +17,7 @@ from ratchet.store.verify import verify
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.errors import CheckpointError, SettingError
-from ratchet.trainer.release.candidates import Fork, ForkTarget, fork
+from ratchet.trainer.release.adopted import Fork, ForkTarget, fork
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.records import commit_round
 from tests.harness.s3 import BUCKET, S3Server

@@ -70,7 +70,7 @@ def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterat
         settings = TrainerSettings(**(values | changes))
         controller = SteppedController(settings, store, learner_factory=lambda given, folder: cramped)
         made.append(controller)
-        controller._release.controller.check(0.0)
+        controller._release.check(0.0)
         return controller
 
     yield make

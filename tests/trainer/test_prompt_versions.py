@@ -14,8 +14,7 @@ from ratchet.store.records import Policy
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.release.candidates import next_candidate
-from ratchet.trainer.release.publisher import Publisher
+from ratchet.trainer.release.release import Release, next_candidate
 from ratchet.trainer.rounds.backlog import oldest_fresh
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks import is_held_out
@@ -24,6 +23,7 @@ from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.records import commit_round, judged_group
 from tests.harness.trainer.prompted_vllm import by_prompt
+from tests.harness.trainer.releases import make_release
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_learner import ScriptedLearner
 from tests.harness.trainer.stepped_controller import SteppedController
@@ -142,7 +142,7 @@ def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
     assert vllm[0].loads == []
 
 
-# --- the publisher over a scripted control plane ------------------------------------------------------------------
+# --- the release over a scripted control plane ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -161,9 +161,9 @@ def engine() -> Iterator[ScriptedEngine]:
 
 
 @pytest.fixture
-def publisher(local: Store, engine: ScriptedEngine) -> Iterator[Publisher]:
+def release(local: Store, engine: ScriptedEngine) -> Iterator[Release]:
     replica = VllmServer(engine.url)
-    yield Publisher(local, [replica], alias="agent", tolerance=0.05, keep_loaded_adapters=0)
+    yield make_release(local, [replica])
     replica.close()
 
 
@@ -172,44 +172,44 @@ def prompted(store: Store, text: str) -> Policy:
 
 
 def test_an_adapter_that_is_served_is_neither_loaded_nor_proven_again_and_comes_back_after_a_restart(
-    local: Store, publisher: Publisher, engine: ScriptedEngine
+    local: Store, release: Release, engine: ScriptedEngine
 ) -> None:
-    publish(publisher, candidate(local, 1))
+    publish(release, candidate(local, 1))
     before = list(engine.log)
-    assert publish(publisher, prompted(local, "Be brief."))
+    assert publish(release, prompted(local, "Be brief."))
     assert engine.log == before
     engine.loaded.clear()  # vLLM was restarted
-    assert publish(publisher, prompted(local, "Be long."))
+    assert publish(release, prompted(local, "Be long."))
     assert list(engine.loaded) == ["agent@1"]
     assert local.policies.live()["agent"].version == 3
 
 
 def test_an_adapter_stays_loaded_while_any_version_that_shares_it_is_needed(
-    local: Store, publisher: Publisher, engine: ScriptedEngine
+    local: Store, release: Release, engine: ScriptedEngine
 ) -> None:
-    publish(publisher, candidate(local, 1))
-    publish(publisher, prompted(local, "Be brief."))
+    publish(release, candidate(local, 1))
+    publish(release, prompted(local, "Be brief."))
     beat(local, live=2)
-    assert publisher.drain(time.time()) == []  # version 1 is retired, version 2 serves its adapter
+    assert release.drain(time.time()) == []  # version 1 is retired, version 2 serves its adapter
     group = judged_group(local, ["x", "y"], [0.0, 1.0], task="later")
     held = local.rounds.start("agent", 1)
     third = local.rounds.commit(held.id, version=3, checkpoint="/c/3", groups=[group.id], metrics={})
     assert third.prompt_id == local.policies.get("agent", 2).prompt_id
-    publish(publisher, third)
+    publish(release, third)
     beat(local, live=3, v2=1)
-    assert publisher.drain(time.time()) == []  # a trajectory is on version 2 still
+    assert release.drain(time.time()) == []  # a trajectory is on version 2 still
     beat(local, live=3)
-    assert publisher.drain(time.time()) == ["agent@1"]
+    assert release.drain(time.time()) == ["agent@1"]
 
 
 def test_a_prompt_that_is_rejected_leaves_its_adapter_loaded(
-    local: Store, publisher: Publisher, engine: ScriptedEngine
+    local: Store, release: Release, engine: ScriptedEngine
 ) -> None:
-    publish(publisher, candidate(local, 1))
+    publish(release, candidate(local, 1))
     made = prompted(local, "Be brief.")
     engine.loaded.clear()
     engine.refuse = "no capacity"
-    assert not publish(publisher, made)
+    assert not publish(release, made)
     assert "no capacity" in local.policies.get("agent", made.version).evidence["reason"]
     assert "unload agent@1" not in engine.log
 

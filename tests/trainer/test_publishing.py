@@ -16,9 +16,10 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmLoad, VllmServer, load_of
 from ratchet.trainer.errors import AdapterNotServable, AdapterRefused, EngineUnreachable
-from ratchet.trainer.release.publisher import Publisher, PublishResult
+from ratchet.trainer.release.release import PublishResult, Release
 from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.records import judged_group
+from tests.harness.trainer.releases import make_release
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 
 PROBES = [(1, 2, last) for last in range(16)]
@@ -38,9 +39,9 @@ def engines() -> Iterator[list[ScriptedEngine]]:
 
 
 @pytest.fixture
-def publisher(store: Store, engines: list[ScriptedEngine]) -> Iterator[Publisher]:
+def release(store: Store, engines: list[ScriptedEngine]) -> Iterator[Release]:
     replicas = [VllmServer(engine.url) for engine in engines]
-    yield Publisher(store, replicas, alias="agent", tolerance=0.05, keep_loaded_adapters=0)
+    yield make_release(store, replicas)
     for replica in replicas:
         replica.close()
 
@@ -64,8 +65,8 @@ class Trainer:
         return [(0.0, self.logprob(name, row.ids if isinstance(row, TokenRow) else row)) for row in rows]
 
 
-def publish(publisher: Publisher, policy: Policy, logprob: Callable[[str, Sequence[int]], float] = honest) -> bool:
-    result = publisher.publish(policy, PROBES, Trainer(policy.served_name, logprob))
+def publish(release: Release, policy: Policy, logprob: Callable[[str, Sequence[int]], float] = honest) -> bool:
+    result = release.publish(policy, PROBES, Trainer(policy.served_name, logprob))
     return result is PublishResult.RELEASED
 
 
@@ -95,9 +96,9 @@ def beat(store: Store, live: int, **pins: int) -> None:
 
 
 def test_a_proven_candidate_is_loaded_everywhere_before_it_is_live(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
-    assert publish(publisher, candidate(store, 1))
+    assert publish(release, candidate(store, 1))
     assert [list(engine.loaded) for engine in engines] == [["agent@1"], ["agent@1"]]
     live = store.policies.live()["agent"]
     assert live.version == 1
@@ -105,11 +106,11 @@ def test_a_proven_candidate_is_loaded_everywhere_before_it_is_live(
 
 
 def test_an_adapter_that_one_replica_ignores_is_never_live(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     engines[1].scorer = lambda name, ids: honest("base", ids)
     policy = candidate(store, 1)
-    assert not publish(publisher, policy)
+    assert not publish(release, policy)
     assert store.policies.live()["agent"].version == 0
     rejected = store.policies.get("agent", 1)
     assert rejected.state is PolicyState.REJECTED
@@ -119,68 +120,68 @@ def test_an_adapter_that_one_replica_ignores_is_never_live(
 
 
 def test_a_refused_adapter_keeps_the_engines_own_words(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     engines[0].refuse = "rank 99 is too large"
-    assert not publish(publisher, candidate(store, 1))
+    assert not publish(release, candidate(store, 1))
     assert "rank 99 is too large" in store.policies.get("agent", 1).evidence["reason"]
 
 
 def test_a_rank_above_the_servers_limit_loses_no_version(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     engines[0].refuse = "LoRA rank 16 is greater than max_lora_rank 8."
     policy = candidate(store, 1)
     with pytest.raises(AdapterNotServable, match=r"max_lora_rank 8\..*start it with --max-lora-rank"):
-        publish(publisher, policy)
+        publish(release, policy)
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
     engines[0].refuse = None
-    assert publish(publisher, policy)
+    assert publish(release, policy)
 
 
 def test_a_version_whose_loading_fails_stays_a_candidate_until_it_is_loaded(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     engines[0].refuse, engines[0].refusal_status = "CUDA out of memory", 500
     policy = candidate(store, 1)
     with pytest.raises(EngineUnreachable, match=r"must \(adapters\.quorum\).*CUDA out of memory.*policies rollback"):
-        publish(publisher, policy)
+        publish(release, policy)
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
     engines[0].refuse = None
-    assert publish(publisher, policy)
+    assert publish(release, policy)
 
 
 def test_an_engine_that_is_away_leaves_the_candidate_for_later(store: Store) -> None:
     replica = VllmServer("http://127.0.0.1:1")
-    publisher = Publisher(store, [replica], alias="agent", tolerance=0.05, keep_loaded_adapters=0)
+    release = make_release(store, [replica])
     policy = candidate(store, 1)
     with pytest.raises(EngineUnreachable, match="does not answer"):
-        publish(publisher, policy)
+        publish(release, policy)
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
     replica.close()
 
 
 def test_an_old_version_is_unloaded_only_when_no_proxy_instance_needs_it(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     for version in (1, 2):
-        publish(publisher, candidate(store, version))
+        publish(release, candidate(store, version))
     beat(store, live=1)  # the proxy has not seen the flip yet
-    assert publisher.drain(time.time()) == []
+    assert release.drain(time.time()) == []
     beat(store, live=2, v1=3)  # three trajectories still run on version 1
-    assert publisher.drain(time.time()) == []
+    assert release.drain(time.time()) == []
     beat(store, live=2, v1=0)
-    assert publisher.drain(time.time()) == ["agent@1", "agent@1"]
+    assert release.drain(time.time()) == ["agent@1", "agent@1"]
     assert [list(engine.loaded) for engine in engines] == [["agent@2"], ["agent@2"]]
 
 
 def test_the_newest_old_versions_stay_loaded(store: Store, engines: list[ScriptedEngine]) -> None:
     replica = VllmServer(engines[0].url)
-    publisher = Publisher(store, [replica], alias="agent", tolerance=0.05, keep_loaded_adapters=2)
+    release = make_release(store, [replica], keep_loaded_adapters=2)
     for version, left in ((1, []), (2, []), (3, []), (4, ["agent@1"])):
-        publish(publisher, candidate(store, version))
+        publish(release, candidate(store, version))
         beat(store, live=version)
-        assert publisher.drain(time.time()) == left
+        assert release.drain(time.time()) == left
     replica.close()
 
 
@@ -213,25 +214,25 @@ def test_a_password_in_a_replicas_url_goes_to_it_and_is_shown_nowhere(engines: l
 
 
 def test_a_restarted_replica_gets_the_live_version_back_for_the_comparison(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
-    publish(publisher, candidate(store, 1))
+    publish(release, candidate(store, 1))
     engines[0].loaded.clear()
-    assert publish(publisher, candidate(store, 2))
+    assert publish(release, candidate(store, 2))
     assert set(engines[0].loaded) == {"agent@1", "agent@2"}
 
 
 @pytest.mark.parametrize("step", [1e-4, 0.005, 0.05])
 @pytest.mark.parametrize("answers_as", ["agent@1", "base", "agent@7"], ids=["never applied", "base", "another"])
 def test_a_small_step_that_is_not_served_is_rejected_however_near_its_logprobs_are(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine], step: float, answers_as: str
+    store: Store, release: Release, engines: list[ScriptedEngine], step: float, answers_as: str
 ) -> None:
     honest_engine = steps_of(step, 1e-6)
     for engine in engines:
         engine.scorer = honest_engine
-    assert publish(publisher, candidate(store, 1), steps_of(step))
+    assert publish(release, candidate(store, 1), steps_of(step))
     engines[1].scorer = lambda name, ids: honest_engine(answers_as if name == "agent@2" else name, ids)
-    assert not publish(publisher, candidate(store, 2), steps_of(step))
+    assert not publish(release, candidate(store, 2), steps_of(step))
     assert store.policies.get("agent", 2).state is PolicyState.REJECTED
     assert store.policies.live()["agent"].version == 1
     found = store.policies.get("agent", 2).evidence["proof"]
@@ -240,12 +241,12 @@ def test_a_small_step_that_is_not_served_is_rejected_however_near_its_logprobs_a
 
 @pytest.mark.slow
 def test_a_change_below_rounding_is_unproven_until_the_distance_to_the_live_version_is_provable(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     """Where no amplified copy can be loaded."""
     for engine in engines:
         engine.scorer = steps_of(0.01, 0.006)
-    served = [publish(publisher, candidate(store, version), steps_of(0.01)) for version in range(1, 9)]
+    served = [publish(release, candidate(store, version), steps_of(0.01)) for version in range(1, 9)]
     first = served.index(True) + 1
     assert first > 2
     states = [policy.state for policy in store.policies.all("agent")[1:first]]
@@ -262,14 +263,14 @@ def test_a_change_below_rounding_is_unproven_until_the_distance_to_the_live_vers
 
 
 def test_the_alarm_goes_with_the_versions_that_it_was_about(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     for engine in engines:
         engine.scorer = steps_of(0.001, 0.01)
-    assert not publish(publisher, candidate(store, 1), steps_of(0.001))
+    assert not publish(release, candidate(store, 1), steps_of(0.001))
     assert [alarm.name for alarm in store.alarms.active()] == ["swap_unproven:agent"]
-    publisher.drain(time.time())
+    release.drain(time.time())
     assert store.alarms.active()
     store.policies.roll_back_manually("agent", 0, by="anna", reason="it goes nowhere")
-    publisher.drain(time.time())
+    release.drain(time.time())
     assert not store.alarms.active()

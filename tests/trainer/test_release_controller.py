@@ -14,10 +14,10 @@ from ratchet.store.records import Verdict, VersionDraw
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.release.policy import ReleaseRules, shares_of
-from ratchet.trainer.release.release_controller import ReleaseController
 from ratchet.trainer.release.release_evidence import UNIT_SECONDS, OutcomeCounter, UsualDuration
 from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from tests.harness.records import call_start, ended, tool_call
+from tests.harness.trainer.releases import make_release
 
 SETTINGS = {"ramp": 32}
 _numbers = itertools.count()
@@ -34,7 +34,7 @@ class ReleaseTraffic:
         self.restart()
 
     def restart(self) -> None:
-        self.controller = ReleaseController(self.store, "agent", self.settings, "1", round_size=8)
+        self.controller = make_release(self.store, release=self.settings, groups_per_round=4, num_generations=2)
 
     def candidate(self) -> int:
         version = self.store.rounds.next_version("agent")
@@ -221,7 +221,7 @@ def test_a_ramp_that_began_before_the_policy_was_immediate_ends_at_once(store: S
 
 def test_releases_are_immediate_while_a_process_trains_on_tasks_and_guarded_once_it_is_gone(store: Store) -> None:
     releases = ReleaseTraffic(store)
-    releases.controller = ReleaseController(store, "agent", ReleaseSettings(), "1", round_size=8)
+    releases.controller = make_release(store, release=ReleaseSettings())
     lease = f"tuning:{store.tunings.begin('weights', 'agent', {}).id}"
     assert store.leases.acquire(lease, "host:1_06f3", 600.0)
     releases.check()

@@ -10,12 +10,6 @@ from itertools import product
 
 import pytest
 
-from ratchet.trainer.release.evaluation import (
-    deserved_round_size,
-    detectable_loss,
-    is_traffic_too_small,
-    mean_difference,
-)
 from ratchet.trainer.release.evidence import HarmEvidence, Outcome
 from ratchet.trainer.release.policy import (
     ReleaseAction,
@@ -24,6 +18,12 @@ from ratchet.trainer.release.policy import (
     decide,
     is_cause_unresolved,
     shares_of,
+)
+from ratchet.trainer.release.release_evidence import (
+    deserved_round_size,
+    detectable_loss,
+    is_traffic_too_small,
+    mean_difference,
 )
 from tests.harness.releases.contenders import GuardedRelease, Ungated
 from tests.harness.releases.series import play, play_many

@@ -14,7 +14,8 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import ReplicaFleet, quorum_of
 from ratchet.trainer.errors import EngineUnreachable
-from ratchet.trainer.release.publisher import Publisher, PublishResult
+from ratchet.trainer.release.release import PublishResult, Release
+from tests.harness.trainer.releases import make_release
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.test_publishing import PROBES, Trainer, candidate, honest
 
@@ -44,16 +45,16 @@ def fleet(replicas_file: Path) -> Iterator[ReplicaFleet]:
 
 
 @pytest.fixture
-def publisher(store: Store, fleet: ReplicaFleet) -> Publisher:
-    return Publisher(store, fleet, alias="agent", tolerance=0.05, keep_loaded_adapters=0)
+def release(store: Store, fleet: ReplicaFleet) -> Release:
+    return make_release(store, fleet)
 
 
-def publish(publisher: Publisher, policy: Policy) -> PublishResult:
-    return publisher.publish(policy, PROBES, Trainer(policy.served_name))
+def publish(release: Release, policy: Policy) -> PublishResult:
+    return release.publish(policy, PROBES, Trainer(policy.served_name))
 
 
-def catch_up(publisher: Publisher, now: float = 100.0) -> list[str]:
-    return publisher.catch_up(now, lambda policy: PROBES, Trainer("agent@1"))
+def catch_up(release: Release, now: float = 100.0) -> list[str]:
+    return release.proofs.catch_up(now, lambda policy: PROBES, Trainer("agent@1"))
 
 
 def proven(store: Store, version: int = 1) -> set[str]:
@@ -61,20 +62,20 @@ def proven(store: Store, version: int = 1) -> set[str]:
 
 
 def test_a_hung_replica_of_three_delays_nobody_and_is_proven_when_it_answers(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     engines[1].answering.clear()
     began = time.monotonic()
-    assert publish(publisher, candidate(store, 1)) is PublishResult.RELEASED
+    assert publish(release, candidate(store, 1)) is PublishResult.RELEASED
     assert time.monotonic() - began < 30  # its time-out is 60 s
     assert proven(store) == {engines[0].url, engines[2].url}
     assert engines[1].url in store.policies.live()["agent"].evidence["missing_replicas"]
     (alarm,) = store.alarms.active()
     assert alarm.name == "replica_missing:agent"
     assert engines[1].url in alarm.reason
-    assert catch_up(publisher) == []
+    assert catch_up(release) == []
     engines[1].answering.set()
-    assert catch_up(publisher, now=200.0) == [engines[1].url]
+    assert catch_up(release, now=200.0) == [engines[1].url]
     assert proven(store) == {engine.url for engine in engines}
     assert store.alarms.active() == []
 
@@ -87,59 +88,59 @@ def test_a_replica_that_is_away_stops_a_publication_if_the_quorum_is_missed(
     away = "http://127.0.0.1:9"
     for urls, quorum in (([one, away], None), ([one, two, away], 3)):
         fleet = ReplicaFleet(urls)
-        publisher = Publisher(store, fleet, alias="agent", tolerance=0.05, keep_loaded_adapters=0, quorum=quorum)
+        release = make_release(store, fleet, adapters={"quorum": quorum})
         with pytest.raises(EngineUnreachable, match=r"replicas serve agent@1, and \d must \(adapters\.quorum\)"):
-            publish(publisher, policy)
+            publish(release, policy)
         assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
         assert proven(store) == set()
         fleet.close()
 
 
 def test_one_replica_that_refuses_refuses_for_all(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     engines[2].refuse = "rank 99 is too large"
-    assert publish(publisher, candidate(store, 1)) is PublishResult.REJECTED
+    assert publish(release, candidate(store, 1)) is PublishResult.REJECTED
     assert [engine.loaded for engine in engines] == [{}, {}, {}]
     assert store.policies.live()["agent"].version == 0
 
 
 def test_a_replica_without_memory_for_a_version_is_reported_until_it_loads_it(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     engines[2].refuse, engines[2].refusal_status = "CUDA out of memory", 500
-    assert publish(publisher, candidate(store, 1)) is PublishResult.RELEASED
+    assert publish(release, candidate(store, 1)) is PublishResult.RELEASED
     assert proven(store) == {engines[0].url, engines[1].url}
-    assert catch_up(publisher) == []
+    assert catch_up(release) == []
     (alarm,) = store.alarms.active()
     assert alarm.name == "replica_missing:agent"
     assert "CUDA out of memory" in alarm.reason
     engines[2].refuse = None
-    assert catch_up(publisher, now=200.0) == [engines[2].url]
+    assert catch_up(release, now=200.0) == [engines[2].url]
     assert store.alarms.active() == []
 
 
 def test_a_load_that_finds_no_files_yet_is_repeated(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     for engine in engines:
         engine.missing = 2
-    assert publish(publisher, candidate(store, 1)) is PublishResult.RELEASED
+    assert publish(release, candidate(store, 1)) is PublishResult.RELEASED
     assert proven(store) == {engine.url for engine in engines}
 
 
 def test_a_new_replica_gets_no_version_before_it_is_proven(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine], fleet: ReplicaFleet, replicas_file: Path
+    store: Store, release: Release, engines: list[ScriptedEngine], fleet: ReplicaFleet, replicas_file: Path
 ) -> None:
     replicas_file.write_text(f"{engines[0].url}  # the first\n\n")
     fleet.refresh(1000.0)
-    assert publish(publisher, candidate(store, 1)) is PublishResult.RELEASED
+    assert publish(release, candidate(store, 1)) is PublishResult.RELEASED
     assert proven(store) == {engines[0].url}
     replicas_file.write_text("\n".join(engine.url for engine in engines))
     fleet.refresh(1001.0)
     assert len(fleet) == 1  # it is not read at every step
     fleet.refresh(2000.0)
-    assert set(catch_up(publisher)) == {engines[1].url, engines[2].url}
+    assert set(catch_up(release)) == {engines[1].url, engines[2].url}
     assert proven(store) == {engine.url for engine in engines}
     replicas_file.unlink()
     fleet.refresh(3000.0)
@@ -147,22 +148,22 @@ def test_a_new_replica_gets_no_version_before_it_is_proven(
 
 
 def test_a_restarted_replica_is_loaded_and_proven_again(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
-    publish(publisher, candidate(store, 1))
-    assert catch_up(publisher) == []
+    publish(release, candidate(store, 1))
+    assert catch_up(release) == []
     engines[0].loaded.clear()
-    assert catch_up(publisher, now=200.0) == [engines[0].url]
+    assert catch_up(release, now=200.0) == [engines[0].url]
     assert list(engines[0].loaded) == ["agent@1"]
 
 
 def test_a_replica_that_serves_something_else_after_a_restart_is_taken_out(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
-    publish(publisher, candidate(store, 1))
+    publish(release, candidate(store, 1))
     engines[0].loaded.clear()
     engines[0].scorer = lambda name, ids: honest("base", ids)
-    assert catch_up(publisher) == []
+    assert catch_up(release) == []
     assert proven(store) == {engines[1].url, engines[2].url}
     (alarm,) = store.alarms.active()
     assert alarm.name == "replica_wrong:agent"
@@ -170,12 +171,12 @@ def test_a_replica_that_serves_something_else_after_a_restart_is_taken_out(
 
 
 def test_a_hung_replica_does_not_stop_the_unloading_of_old_versions(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+    store: Store, release: Release, engines: list[ScriptedEngine]
 ) -> None:
     for version in (1, 2):
-        publish(publisher, candidate(store, version))
+        publish(release, candidate(store, version))
     engines[2].answering.clear()
-    assert publisher.drain(time.time()) == ["agent@1", "agent@1"]
+    assert release.drain(time.time()) == ["agent@1", "agent@1"]
 
 
 def test_a_quorum_is_all_of_two_and_all_but_one_of_more() -> None:

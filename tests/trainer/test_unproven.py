@@ -13,9 +13,9 @@ from ratchet.store.states import GroupState, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.controller.agent_controller import OutageAlarm, OutageLog
+from ratchet.trainer.controller.learner_work import retained
 from ratchet.trainer.errors import AdapterStoreUnreachable, LearnerUnreachable
 from ratchet.trainer.observability.metrics import TrainerMetrics
-from ratchet.trainer.release.release_controller import retained
 from ratchet.trainer.rounds.backlog import age, oldest_fresh, versions_ahead
 from ratchet.trainer.rounds.round_runner import RoundRunner
 from ratchet.trainer.rows.token_row import contexts

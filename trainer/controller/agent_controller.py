@@ -56,19 +56,25 @@ from ratchet.trainer.adapters.base_model_files import ServedBaseModel
 from ratchet.trainer.adapters.vllm_api import ReplicaFleet
 from ratchet.trainer.background_work import BackgroundWork, ignore, no_change
 from ratchet.trainer.collect.collector import RoleResolver, TrajectoryCollector, feedback_wait_of
-from ratchet.trainer.controller.components import make_judging_components, make_release_components
-from ratchet.trainer.controller.learner_work import LearnerFactory, LearnerWork, Publication
+from ratchet.trainer.controller.components import make_judging_components
+from ratchet.trainer.controller.learner_work import LearnerFactory, LearnerWork, Publication, best_first
 from ratchet.trainer.errors import AdapterStoreUnreachable, EngineUnreachable, LearnerUnreachable, OutOfMemory
 from ratchet.trainer.judges.judge_runner import TranscriptCache
 from ratchet.trainer.learner_api import LearnerProtocol
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import GATHERING, Progress, StoredProgress, Watcher, watch_for_service
-from ratchet.trainer.release.candidates import next_candidate
-from ratchet.trainer.release.evaluation import MakeWorkflowEvaluator
-from ratchet.trainer.release.release_controller import best_first
+from ratchet.trainer.release.evaluation import (
+    MakeWorkflowEvaluator,
+    PreReleaseChecks,
+    make_evaluation_runner,
+    make_invariants_runner,
+    make_second_judge,
+)
+from ratchet.trainer.release.release import Release, next_candidate
 from ratchet.trainer.rounds.backlog import Backlog, RoundSize
 from ratchet.trainer.rounds.round_runner import MemoryLimit, RoundRunner
 from ratchet.trainer.rows.token_row import Roles
+from ratchet.trainer.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.judge_specs import gives_only_ranks
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.warm_start import WarmStartRequests
@@ -192,7 +198,7 @@ class AgentController:
         self._ranks_only = gives_only_ranks(settings.judge)
         record_judge_scale(store, alias, self._judging.judge.version, relative=self._ranks_only)
         cached = 4 * settings.groups_per_round * settings.num_generations
-        self._transcripts = TranscriptCache(store, cached, lambda read: self._release.sentinel.note(read))
+        self._transcripts = TranscriptCache(store, cached, lambda read: self._sentinel.note(read))
         role_resolver = RoleResolver(store, alias, Roles(settings.roles, settings.role_patterns))
         self._memory = MemoryLimit(store, alias, settings.learner)
         adapters = make_adapter_store(settings)
@@ -203,15 +209,22 @@ class AgentController:
         )  # fmt: skip
         history = self._judging.estimator.history
         self._collector = TrajectoryCollector(store, settings, role_resolver, history, upstream_key)
-        self._release = make_release_components(
-            settings, store, self._replicas, self._judging, self.metrics, make_workflow_evaluator
-        )
+        self._sentinel = Sentinel(settings.sentinel, store, alias, self.metrics, self._judging.second)
+        self._release = Release(
+            store, self._replicas, settings, self._judging.judge.version,
+            checks=PreReleaseChecks(
+                make_invariants_runner(settings, store, self._replicas),
+                make_evaluation_runner(settings, store, self._replicas, make_workflow_evaluator),
+            ),
+            second=make_second_judge(settings), blocking_findings=self._sentinel.blocking_findings,
+            metrics=self.metrics,
+        )  # fmt: skip
         self._warm_starts = WarmStartRequests(store, settings)
         self._backlog = Backlog(store, settings)
         adapters.check(settings.versions)
         adapters.remove_incomplete(settings.versions)
         self._work = LearnerWork(
-            settings, store, learner_factory, round_runner, self._memory, self._release.publisher, self._base,
+            settings, store, learner_factory, round_runner, self._memory, self._release, self._base,
             self._warm_starts, self._best_versions, self.progress, adapters,
         )  # fmt: skip
         self._learning = make_background(f"learning {alias}", on_change)  # (L)
@@ -235,14 +248,14 @@ class AgentController:
 
     @property
     def phase(self) -> ReleasePhase:
-        if self._release.controller.is_publishing_blocked:
+        if self._release.is_publishing_blocked:
             return ReleasePhase.BLOCKED
         return ReleasePhase.CANDIDATE if self._candidate_waiting else ReleasePhase.IDLE
 
     @property
     def is_watching(self) -> bool:
         """Whether something runs or is compared whose end nobody reports, so that steps must be frequent."""
-        return self._release.evaluations.is_running or self._collector.is_resampling or self._release.sentinel.is_behind
+        return self._release.checks.is_running or self._collector.is_resampling or self._sentinel.is_behind
 
     def close(self, timeout: float = 0.0) -> None:
         """Wait at most `timeout` seconds for the work that runs, then leave it and close all connections.
@@ -255,8 +268,7 @@ class AgentController:
         self._upkeep.close()
         self._collector.close()
         self._judging.runner.close()
-        self._release.controller.close()
-        self._release.evaluations.close()
+        self._release.close()
         self._work.close()
         self._replicas.close()
 
@@ -272,7 +284,7 @@ class AgentController:
             self._learning.start("opening the learner", self._work.open, no_change)
             self._collect_work(now)
         shipped = self._collector.seal(now, waiting)
-        self._release.sentinel.check(now)
+        self._sentinel.check(now)
         self._check_base_model(now)
         if self._base.known_reason is not None:  # vLLM serves another base model
             return worked
@@ -299,7 +311,7 @@ class AgentController:
             self._publish(now)
 
     def _decide_release(self, now: float) -> bool:
-        if not self._release.controller.check(now):
+        if not self._release.check(now):
             return False
         self._released_at = now
         return True
@@ -321,7 +333,7 @@ class AgentController:
         if self.phase is ReleasePhase.CANDIDATE or not self._is_learner_free(now):
             return False
         groups = self._next_round(now)
-        if not groups or self._release.sentinel.pauses_training or self._release.controller.pauses_training:
+        if not groups or self._sentinel.pauses_training or self._release.pauses_training:
             return False
         self._gathering.end()
         self._gathering = self.progress.begin(GATHERING, self.settings.groups_per_round)
@@ -368,9 +380,9 @@ class AgentController:
 
     def _publish(self, now: float) -> bool:
         """Publish the next candidate, unless a version is being evaluated, is in its ramp or waits for a person."""
-        if self.phase is ReleasePhase.BLOCKED or self._release.evaluations.is_running or not self._is_learner_free(now):
+        if self.phase is ReleasePhase.BLOCKED or self._release.checks.is_running or not self._is_learner_free(now):
             return False
-        if not self._candidate_waiting and not self._release.controller.has_candidate:
+        if not self._candidate_waiting and not self._release.has_candidate:
             return False
         try:
             candidate = next_candidate(self._store, self.settings.model)
@@ -418,7 +430,7 @@ class AgentController:
 
     def _drain_replicas(self, now: float) -> None:
         self._replicas.refresh(now)
-        self._release.publisher.drain(now)
+        self._release.drain(now)
 
     def _record_pruning(self, pending: bool) -> bool:
         self._prune_pending = pending

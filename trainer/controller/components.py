@@ -1,4 +1,4 @@
-"""Builds the controller's components from its settings: those that judge, and those that release.
+"""Builds the components that judge from the settings of an agent.
 
 Raises JudgeError, WorkflowError and TaskSetError if something that the settings name cannot be used.
 """
@@ -21,17 +21,7 @@ from ratchet.trainer.judges.make_judge import RunJudges, make_judge
 from ratchet.trainer.judges.quality import NOISE
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import Progress
-from ratchet.trainer.release.evaluation import (
-    MakeWorkflowEvaluator,
-    PreReleaseChecks,
-    make_evaluation_runner,
-    make_invariants_runner,
-    make_second_judge,
-)
-from ratchet.trainer.release.publisher import Publisher
-from ratchet.trainer.release.release_controller import ReleaseController
-from ratchet.trainer.sentinel.sentinel import Sentinel
-from ratchet.trainer.settings.judge_specs import TeacherSpec, asks_language_model, gives_only_ranks
+from ratchet.trainer.settings.judge_specs import TeacherSpec, asks_language_model
 from ratchet.trainer.settings.objectives import find_estimator
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
@@ -49,16 +39,6 @@ class JudgingComponents:
     estimator: AdvantageEstimator
     runner: JudgeRunner
     rejudger: Rejudger
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseComponents:
-    """What makes a version live, and what may block it."""
-
-    sentinel: Sentinel
-    evaluations: PreReleaseChecks
-    publisher: Publisher
-    controller: ReleaseController
 
 
 def make_judging_components(
@@ -117,46 +97,6 @@ def judge_noise(settings: TrainerSettings, store: Store, version: str) -> float:
     if measured is not None:
         return float(measured.content["noise"])
     return ASSUMED_NOISE if asks_language_model(settings.judge) else 0.0
-
-
-def make_release_components(
-    settings: TrainerSettings,
-    store: Store,
-    replicas: Sequence[VllmServer],
-    judging: JudgingComponents,
-    metrics: TrainerMetrics,
-    make_workflow_evaluator: MakeWorkflowEvaluator | None,
-) -> ReleaseComponents:
-    release, alias = settings.release, settings.model
-    evaluations = PreReleaseChecks(
-        make_invariants_runner(settings, store, replicas),
-        make_evaluation_runner(settings, store, replicas, make_workflow_evaluator),
-    )
-    sentinel = Sentinel(settings.sentinel, store, alias, metrics, judging.second)
-    controller = ReleaseController(
-        store,
-        alias,
-        release,
-        judging.judge.version,
-        round_size=settings.groups_per_round * settings.num_generations,
-        relative=gives_only_ranks(settings.judge),
-        second=make_second_judge(settings),
-        blocking_findings=sentinel.blocking_findings,
-        metrics=metrics,
-    )
-    publisher = Publisher(
-        store,
-        replicas,
-        alias=alias,
-        tolerance=settings.proof_tolerance,
-        keep_loaded_adapters=settings.keep_loaded_adapters,
-        quorum=settings.adapters.quorum,
-        ramp_share=controller.ramp_share,
-        checks=evaluations,
-        max_gain=release.max_gain,
-        blocking_findings=sentinel.blocking_findings,
-    )
-    return ReleaseComponents(sentinel, evaluations, publisher, controller)
 
 
 def _make_judge(settings: TrainerSettings, store: Store, replicas: Sequence[VllmServer]) -> Judge:

@@ -14,21 +14,23 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol, runtime_checkable
 
+from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.operation_records import Tuning
-from ratchet.store.records import Group, Policy
+from ratchet.store.records import BASE_VERSION, Group, PastScore, Policy
+from ratchet.store.states import SERVING, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.adapters.base_model_files import ServedBaseModel
 from ratchet.trainer.errors import OutOfMemory, TrainingDiverged
 from ratchet.trainer.learner_api import LearnerProtocol
 from ratchet.trainer.observability.progress import Progress
-from ratchet.trainer.release.publisher import Publisher, PublishResult
-from ratchet.trainer.release.release_controller import retained, versions_in_use
+from ratchet.trainer.release.release import PublishResult, Release
 from ratchet.trainer.rounds.round_runner import MemoryLimit, RoundRunner
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.warm_start import REFUSALS, SFTRound, WarmStartRequests, learner_settings
@@ -75,7 +77,7 @@ class LearnerWork:
         make_learner: LearnerFactory,
         round_runner: RoundRunner,
         memory: MemoryLimit,
-        publisher: Publisher,
+        release: Release,
         base: ServedBaseModel,
         warm_starts: WarmStartRequests,
         best_versions: Callable[[], Sequence[int]],
@@ -87,7 +89,7 @@ class LearnerWork:
         self._make_learner = make_learner
         self._round_runner = round_runner
         self._memory = memory
-        self._publisher = publisher
+        self._release = release
         self._base = base
         self._warm_starts = warm_starts
         self._best_versions = best_versions
@@ -163,14 +165,14 @@ class LearnerWork:
         try:
             self._reload()  # after a warm start, or a round without a commit
             probes = self._round_runner.probes(candidate)
-            waiting = self._publisher.publish(candidate, probes, self.learner) is PublishResult.EVALUATING
+            waiting = self._release.publish(candidate, probes, self.learner) is PublishResult.EVALUATING
         except InvalidTransition as overtaken:  # by a person's decision
             log.info("event=publish_overtaken alias=%s reason=%r", self._settings.model, str(overtaken))
         return Publication(waiting, prune_pending=waiting or self.prune())
 
     def catch_up(self, now: float, *, prune: bool) -> bool:
         """Prove what is served on replicas that came later; prune if asked, and return whether more is left."""
-        self._publisher.catch_up(now, self._round_runner.probes, self.learner)
+        self._release.proofs.catch_up(now, self._round_runner.probes, self.learner)
         return prune and self.prune()
 
     def prune(self) -> bool:
@@ -205,3 +207,65 @@ class LearnerWork:
 
 def _without_initial(settings: TrainerSettings) -> TrainerSettings:
     return settings.model_copy(update={"learner": dataclasses.replace(settings.learner, init_adapter=None)})
+
+
+# Retention: the versions whose checkpoint folder stays, and those whose optimizer state stays.
+#
+# Kept: versions that serve or may serve soon, versions that a trajectory is pinned to, the version that training
+# continues from, the newest ones and the best ones. The optimizer state, most of a folder's bytes, stays with the
+# newest and the best ones only. All other folders are deleted; their rows in the store stay.
+
+_KEPT = (*SERVING, PolicyState.CANDIDATE)
+_MIN_SCORES = 16  # of a version that is compared with others
+_ROLLOUT_TIMEOUT = 3600.0  # seconds that a version is kept for a planned rollout that has not ended
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Version numbers: those whose folder stays, and those of them whose optimizer state stays."""
+
+    folders: Set[int]
+    states: Set[int]
+
+
+def versions_in_use(store: Store, alias: str, now: float) -> set[int]:
+    """Return the versions that a proxy has trajectories pinned to, or that planned rollouts of the tuner need."""
+    proxies = store.proxy_instances.running(alias, now - PROXY_TIMEOUT_SECONDS)
+    pins = [name.rpartition("@") for proxy in proxies for name, count in proxy.pinned_trajectories.items() if count]
+    pinned = {int(version) for name, _, version in pins if name == alias}
+    return pinned | store.rollouts.awaited_versions(alias, now - _ROLLOUT_TIMEOUT)
+
+
+def retained(
+    policies: Sequence[Policy], *, pinned: Collection[int], best: Sequence[int], newest: int, states: int
+) -> Retention:
+    """Return what stays: `newest` versions with their folder, `states` of them with their state; `best`, best first."""
+    versions = sorted((policy.version for policy in policies if policy.version != BASE_VERSION), reverse=True)
+    serving = {policy.version for policy in policies if policy.state in _KEPT}
+    # Training continues from the newest version that is not rejected: it may be unproven, or the live one after a
+    # rollback.
+    trained = [policy.version for policy in policies if policy.state is not PolicyState.REJECTED and policy.round_id]
+    with_state = {*versions[:states], *best[:states], *serving, *trained[-1:]}
+    with_folder = {*versions[:newest], *serving, *pinned, *with_state}
+    return Retention(folders=_sharing(policies, with_folder), states=_sharing(policies, with_state))
+
+
+def _sharing(policies: Sequence[Policy], versions: Set[int]) -> Set[int]:
+    """Return these versions and those that share a folder with one, that is, differ by their prompt only."""
+    folders = {policy.adapter for policy in policies if policy.version in versions and policy.adapter}
+    return {*versions, *(policy.version for policy in policies if policy.adapter in folders)}
+
+
+def best_first(scores: Sequence[PastScore]) -> list[int]:
+    """Return the trained versions by the mean score of their trajectories, without those that have too few scores.
+
+    Not for a judge that only ranks: its means do not compare versions.
+    """
+    by_version: dict[int, list[float]] = {}
+    for scored in scores:
+        if scored.version != BASE_VERSION:
+            by_version.setdefault(scored.version, []).append(scored.score)
+    means: Mapping[int, float] = {
+        version: fmean(values) for version, values in by_version.items() if len(values) >= _MIN_SCORES
+    }
+    return sorted(means, key=lambda version: (means[version], version), reverse=True)

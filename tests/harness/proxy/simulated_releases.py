@@ -19,9 +19,8 @@ from ratchet.store.policies.serving import shares_in_force
 from ratchet.store.records import ToolCall, Verdict, VersionDraw
 from ratchet.store.states import PolicyState, ToolOutcome, ToolResult
 from ratchet.store.store import Store
-from ratchet.trainer.release.release_controller import ReleaseController
-from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from tests.harness.records import call_start, ended, tool_call
+from tests.harness.trainer.releases import make_release
 
 ALIAS = "mail"
 RATES = {0: 0.42, 1: 0.55, 2: 0.66, 3: 0.28, 4: 0.74, 5: 0.8}  # probability of the score 1
@@ -40,7 +39,9 @@ class SimulatedAgent:
         self.store, self._engine, self._random = store, connect(url), random.Random(11)
         self._real_start = time.time()
         self.at = until - _DAYS * 86400.0
-        self._controller = ReleaseController(store, ALIAS, ReleaseSettings(max_gain=None), "1", round_size=_ROUND)
+        self._release = make_release(
+            store, alias=ALIAS, release={"max_gain": None}, groups_per_round=_ROUND // _GROUP, num_generations=_GROUP
+        )
         self._numbers = itertools.count()
         self._groups: list[str] = []  # judged, and in no round yet
         store.policies.register_base(ALIAS, ALIAS)
@@ -55,7 +56,7 @@ class SimulatedAgent:
         self.store.rounds.commit(held.id, version=version, checkpoint=f"c{version}", groups=groups, metrics=metrics)
         candidate = self.store.policies.get(ALIAS, version)
         self._check()
-        share = self._controller.ramp_share(candidate)
+        share = self._release.ramp_share(candidate)
         assert share is not None
         self.store.policies.start_ramp(ALIAS, version, share, reason="its served logprobs are those of the trainer")
         self._set_times()
@@ -103,7 +104,7 @@ class SimulatedAgent:
             self._groups.append(group.id)
 
     def _check(self) -> bool:
-        decided = self._controller.check(self.at)
+        decided = self._release.check(self.at)
         self._set_times()
         return decided
 

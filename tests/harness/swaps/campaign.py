@@ -1,4 +1,4 @@
-"""The swap campaign: adapter versions are swapped under load, through the trainer's publisher.
+"""The swap campaign: adapter versions are swapped under load, through the trainer's release.
 
 A real proxy and a scripted vLLM run in processes of their own. Agents make several calls per trajectory, half of them
 streamed. Periods without swaps alternate with periods in which version after version is loaded, proven and promoted
@@ -23,10 +23,11 @@ import httpx
 
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.release.publisher import Publisher, PublishResult
+from ratchet.trainer.release.release import PublishResult, Release
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.servers import ProxyProcess, eventually, scripted_process
+from tests.harness.trainer.releases import make_release
 from tests.harness.trainer.scripted_learner import ScriptedLearner
 
 ALIAS = "agent"
@@ -149,7 +150,7 @@ def scripted(folder: Path) -> Iterator[tuple[str, VersionMaker]]:
 Serve = Callable[[Path], AbstractContextManager[tuple[str, VersionMaker]]]
 
 
-def swap(store: Store, publisher: Publisher, maker: VersionMaker, folder: Path) -> None:
+def swap(store: Store, release: Release, maker: VersionMaker, folder: Path) -> None:
     """Make a version as a training round does, and publish it."""
     version = store.rounds.next_version(ALIAS)
     maker.learn([f"trajectory-{version}"])
@@ -157,8 +158,8 @@ def swap(store: Store, publisher: Publisher, maker: VersionMaker, folder: Path) 
     round_ = store.rounds.start(ALIAS, version - 1)
     path = str(folder / f"{version:04d}")
     candidate = store.rounds.commit(round_.id, version=version, checkpoint=path, groups=[], metrics={})
-    assert publisher.publish(candidate, _PROBES, maker) is PublishResult.RELEASED, "the swap was refused"
-    publisher.drain(time.time())
+    assert release.publish(candidate, _PROBES, maker) is PublishResult.RELEASED, "the swap was refused"
+    release.drain(time.time())
 
 
 def run(folder: Path, swaps: int, pause: float, steady: float, agents: int = 8, serve: Serve = scripted) -> SwapOutcome:
@@ -168,7 +169,7 @@ def run(folder: Path, swaps: int, pause: float, steady: float, agents: int = 8, 
         proxy = ProxyProcess(folder, upstreams=[vllm])
         eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=60).status_code == 200)
         store, replica = open_store(str(folder / "store.db")), VllmServer(vllm)
-        publisher = Publisher(store, [replica], alias=ALIAS, tolerance=0.01, keep_loaded_adapters=2)
+        release = make_release(store, [replica], ALIAS, proof_tolerance=0.01, keep_loaded_adapters=2)
         traffic, durations = SwapTraffic(proxy.url, agents), []
         try:
             for number in range(swaps):
@@ -178,7 +179,7 @@ def run(folder: Path, swaps: int, pause: float, steady: float, agents: int = 8, 
                     traffic.swapping = True
                 time.sleep(pause)
                 before = time.perf_counter()
-                swap(store, publisher, maker, folder / "checkpoints")
+                swap(store, release, maker, folder / "checkpoints")
                 durations.append(1000 * (time.perf_counter() - before))
         finally:
             traffic.stop()
