@@ -117,7 +117,7 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     decision = store.decisions.decisions_of("agent", 1)[0]
     assert (decision.action, decision.decided_by) == (PolicyAction.HOLD, "release")
     assert decision.evidence["live_minus_anchor"]["value"] > 0, "the first judge sees a gain"
-    assert decision.evidence["second_judge"]["mean"] <= 0
+    assert decision.evidence["second_judge"]["difference"] <= 0
     assert store.policies.get("agent", 1).state is PolicyState.RAMP
     assert store.policies.live()["agent"].version == 0
     waiting = read_awaiting_approval(store, "agent")

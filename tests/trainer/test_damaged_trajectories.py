@@ -16,7 +16,7 @@ from ratchet.trainer.advantages import AdvantageEstimator
 from ratchet.trainer.judges.judge_runner import Rejudger
 from ratchet.trainer.judges.judgement import GroupJudgement
 from ratchet.trainer.judges.make_judge import make_judge
-from ratchet.trainer.release.evaluation import judge_pairs
+from ratchet.trainer.release.evaluation import compare_pairs
 from ratchet.trainer.release.invariants import newest_prompts
 from ratchet.trainer.rounds.round_runner import RoundRunner
 from ratchet.trainer.settings.judge_specs import read_spec
@@ -135,11 +135,16 @@ def test_readers_of_many_leave_out_what_is_damaged_or_deleted(store: Store) -> N
 
 
 def test_a_second_opinion_counts_a_damaged_pair_as_a_failure(store: Store) -> None:
-    names = agents_work(store, "a", [0.0, 1.0, 0.0, 1.0])
-    damage_tokens(store, names[3])
-    pairs = [(names[1], names[0]), (names[3], names[2])]
-    opinion = judge_pairs(make_judge(read_spec(JUDGE), {}), pairs, store.trajectories.read)
-    assert (opinion.pairs, opinion.failures, opinion.mean) == (1, 1, 1.0)
+    names = agents_work(store, "a", [0.0, 1.0] * 6)
+    damage_tokens(store, names[11])
+    pairs = list(zip(names[1::2], names[::2], strict=True))
+    judge = make_judge(read_spec(JUDGE), {})
+    opinion = compare_pairs(judge, pairs, store.trajectories.read)
+    assert opinion is not None
+    assert (opinion.prompts, opinion.difference) == (5, 1.0)
+    for name in names[5:11:2]:
+        damage_tokens(store, name)
+    assert compare_pairs(judge, pairs, store.trajectories.read) is None
 
 
 def test_late_feedback_on_a_damaged_trajectory_stops_nothing(

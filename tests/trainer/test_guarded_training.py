@@ -137,7 +137,7 @@ def test_a_second_judge_that_does_not_see_the_gain_holds_the_ramp(
     held = store.decisions.decisions_of("agent", 1)[0]
     assert held.action is PolicyAction.HOLD
     assert "it does not see the gain of +" in held.reason
-    assert held.evidence["second_judge"]["pairs"] >= 16
+    assert held.evidence["second_judge"]["prompts"] >= 16
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from ratchet.trainer.judges.kinds.combined import CompositeJudge, Part, judge_in
 from ratchet.trainer.judges.kinds.function import FunctionJudge
 from ratchet.trainer.judges.kinds.ruler import RulerJudge
 from ratchet.trainer.judges.language_model import LanguageModel
-from ratchet.trainer.release.evaluation import compare_with_judge, judge_pairs
+from ratchet.trainer.release.evaluation import compare_pairs, compare_with_judge
 from ratchet.trainer.settings.judge_specs import RulerSpec, gives_only_ranks, read_spec
 from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.records import answered_trajectory, judged_group
@@ -182,9 +182,11 @@ def test_a_judge_that_favours_a_place_decides_nothing_about_a_version(model: Scr
     model.answers = [favours_the_first] * (4 * TASKS)
     members = {run.trajectory.id: run for task in range(TASKS) for run in pair(task)}
     pairs = [(pair(task)[0].trajectory.id, pair(task)[1].trajectory.id) for task in range(TASKS)]
-    opinion = judge_pairs(ruler, pairs, members.__getitem__)
-    assert (opinion.pairs, opinion.failures) == (TASKS, 0)
-    assert (opinion.mean, opinion.low, opinion.high) == pytest.approx((0.0, 0.0, 0.0))
+    opinion = compare_pairs(ruler, pairs, members.__getitem__)
+    assert opinion is not None
+    assert (opinion.prompts, opinion.unjudged) == (TASKS, 0)
+    assert opinion.difference == pytest.approx(0.0)
+    assert opinion.low < 0 < opinion.high
     found = compare_with_judge(ruler, [([pair(task)[0]], [pair(task)[1]]) for task in range(TASKS)])
     assert found is not None
     assert (found.difference, found.candidate) == pytest.approx((0.0, 0.6))

@@ -12,7 +12,7 @@ from ratchet.store.records import Policy
 from ratchet.store.states import GroupState, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import AdapterStore
-from ratchet.trainer.controller.agent_controller import OutageAlarm, OutageLog
+from ratchet.trainer.controller.agent_controller import Outages
 from ratchet.trainer.controller.learner_work import retained
 from ratchet.trainer.errors import AdapterStoreUnreachable, LearnerUnreachable
 from ratchet.trainer.observability.metrics import TrainerMetrics
@@ -157,17 +157,17 @@ def test_an_outage_that_lasts_is_an_alarm(store: Store, make_controller: Callabl
 
 
 def test_a_learner_may_take_minutes_to_load_before_that_is_an_alarm(store: Store) -> None:
-    outage = OutageAlarm(store, "agent")
+    outage = Outages("agent", store)
     for now, raised in ((0.0, False), (500.0, False), (601.0, True)):
         outage.record(LearnerUnreachable("it is loading"), now)
         assert bool(store.alarms.active()) is raised
-    outage.end()
+    outage.end(602.0)
     assert not store.alarms.active()
 
 
 def test_the_log_names_an_outage_at_its_begin_once_a_minute_and_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ratchet.trainer")
-    outages = OutageLog("agent")
+    outages = Outages("agent")
     for now in range(1000, 1125, 2):
         outages.record(LearnerUnreachable("it is loading"), float(now), "a round")
     outages.record(LearnerUnreachable("it is loading"), 1125.0, "the start")

@@ -39,7 +39,6 @@ The release phase decides what a step may do. Training does not wait for a ramp;
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Set
 from contextlib import suppress
 from enum import Enum, auto
@@ -63,13 +62,7 @@ from ratchet.trainer.judges.judge_runner import TranscriptCache
 from ratchet.trainer.learner_api import LearnerProtocol
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import GATHERING, Progress, StoredProgress, Watcher, watch_for_service
-from ratchet.trainer.release.evaluation import (
-    MakeWorkflowEvaluator,
-    PreReleaseChecks,
-    make_evaluation_runner,
-    make_invariants_runner,
-    make_second_judge,
-)
+from ratchet.trainer.release.evaluation import MakeWorkflowEvaluator, make_checks, make_second_judge
 from ratchet.trainer.release.release import Release, next_candidate
 from ratchet.trainer.rounds.backlog import Backlog, RoundSize
 from ratchet.trainer.rounds.round_runner import MemoryLimit, RoundRunner
@@ -103,42 +96,24 @@ _LEARNER_SECONDS = 600.0  # a large base model takes minutes to load
 _LOG_SECONDS = 60.0
 
 
-class OutageLog:
-    """Logs the outages of one agent, or of the store for all agents. Times are Unix seconds."""
+class Outages:
+    """The outages of one agent, with the alarm, or of the store for all agents. Times are Unix seconds."""
 
-    def __init__(self, alias: str = "") -> None:
+    def __init__(self, alias: str = "", store: Store | None = None) -> None:
         self._alias = alias
+        self._store = store
         self._began_at: float | None = None
         self._logged_at: dict[str, float] = {}  # by work
+        self._may_be_raised = store is not None  # by an earlier trainer
 
-    def record(self, outage: Exception, now: float, work: str = "") -> float:
-        """Log an outage, unless that was done within the last minute; return the seconds that it has lasted."""
+    def record(self, outage: Exception, now: float, work: str = "") -> None:
+        """Log an outage, unless that was done within the last minute, and raise the alarm once it has lasted."""
         self._began_at = now if self._began_at is None else self._began_at
         if now - self._logged_at.get(work, -_LOG_SECONDS) >= _LOG_SECONDS:
             self._logged_at[work] = now
             log.warning("event=outage alias=%s work=%r reason=%r", self._alias, work, str(outage))
-        return now - self._began_at
-
-    def end(self, now: float) -> None:
-        if self._began_at is not None:
-            log.info("event=outage_ended alias=%s seconds=%.0f", self._alias, now - self._began_at)
-            self._began_at, self._logged_at = None, {}
-
-
-class OutageAlarm:
-    """The alarm of one agent. Times are Unix seconds."""
-
-    def __init__(self, store: Store, alias: str) -> None:
-        self._store = store
-        self._alias = alias
-        self._log = OutageLog(alias)
-        self._may_be_raised = True  # by an earlier trainer
-
-    def record(self, outage: Exception, now: float, work: str = "") -> None:
-        """Log an outage, and raise the alarm once it has lasted."""
-        lasted = self._log.record(outage, now, work)
         limit = _LEARNER_SECONDS if isinstance(outage, LearnerUnreachable) else _ALARM_SECONDS
-        if lasted < limit or isinstance(outage, StoreUnavailable):
+        if self._store is None or now - self._began_at < limit or isinstance(outage, StoreUnavailable):
             return
         with suppress(StoreUnavailable):
             self._store.alarms.raise_(
@@ -147,10 +122,12 @@ class OutageAlarm:
             )
             self._may_be_raised = True
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         """Record that the work goes on."""
-        self._log.end(time.time())
-        if self._may_be_raised:
+        if self._began_at is not None:
+            log.info("event=outage_ended alias=%s seconds=%.0f", self._alias, now - self._began_at)
+            self._began_at, self._logged_at = None, {}
+        if self._may_be_raised and self._store is not None:
             self._store.alarms.clear(f"{ALARM}:{self._alias}")
             self._may_be_raised = False
 
@@ -185,7 +162,7 @@ class AgentController:
         self.settings = settings
         self._store, self._judge_wait_seconds = store, judge_wait_seconds
         alias = settings.model
-        self._outage = OutageAlarm(store, alias)
+        self._outage = Outages(alias, store)
         self._replicas = ReplicaFleet(settings.vllm, upstream_key)
         self._base = ServedBaseModel(store, alias, self._replicas)
         self.metrics = metrics or TrainerMetrics(alias, store)
@@ -212,10 +189,7 @@ class AgentController:
         self._sentinel = Sentinel(settings.sentinel, store, alias, self.metrics, self._judging.second)
         self._release = Release(
             store, self._replicas, settings, self._judging.judge.version,
-            checks=PreReleaseChecks(
-                make_invariants_runner(settings, store, self._replicas),
-                make_evaluation_runner(settings, store, self._replicas, make_workflow_evaluator),
-            ),
+            checks=make_checks(settings, store, self._replicas, make_workflow_evaluator),
             second=make_second_judge(settings), blocking_findings=self._sentinel.blocking_findings,
             metrics=self.metrics,
         )  # fmt: skip
@@ -255,7 +229,7 @@ class AgentController:
     @property
     def is_watching(self) -> bool:
         """Whether something runs or is compared whose end nobody reports, so that steps must be frequent."""
-        return self._release.checks.is_running or self._collector.is_resampling or self._sentinel.is_behind
+        return self._release.is_evaluating or self._collector.is_resampling or self._sentinel.is_behind
 
     def close(self, timeout: float = 0.0) -> None:
         """Wait at most `timeout` seconds for the work that runs, then leave it and close all connections.
@@ -380,7 +354,7 @@ class AgentController:
 
     def _publish(self, now: float) -> bool:
         """Publish the next candidate, unless a version is being evaluated, is in its ramp or waits for a person."""
-        if self.phase is ReleasePhase.BLOCKED or self._release.checks.is_running or not self._is_learner_free(now):
+        if self.phase is ReleasePhase.BLOCKED or self._release.is_evaluating or not self._is_learner_free(now):
             return False
         if not self._candidate_waiting and not self._release.has_candidate:
             return False
@@ -448,7 +422,7 @@ class AgentController:
                 worked |= work.collect()
                 if work is self._learning and what is not None and not work.is_busy:
                     self._overtaken = 0
-                    self._outage.end()
+                    self._outage.end(now)
             except OUTAGES as outage:
                 self._outage.record(outage, now, what or "")
                 if work is self._learning:

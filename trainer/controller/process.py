@@ -38,8 +38,7 @@ from ratchet.trainer.controller.agent_controller import (
     OUTAGES,
     OVERTAKEN,
     AgentController,
-    OutageAlarm,
-    OutageLog,
+    Outages,
 )
 from ratchet.trainer.controller.learner_work import LearnerFactory
 from ratchet.trainer.errors import TrainerError, WorkerProcessLost
@@ -81,7 +80,7 @@ class _AgentThread:
         self._woken = threading.Event()  # by the end of our own work, or from outside
         self._changed = False  # in the store, by others
         self._waiting: Set[str] = ALL_KINDS  # kinds of activity
-        self._outage = OutageAlarm(self._store, self._alias)  # of the start and of steps
+        self._outage = Outages(self._alias, self._store)  # of the start and of steps
         self._failures = 0  # in a row
         self._thread = threading.Thread(target=self._serve, name=f"agent {self._alias}", daemon=True)
         self._thread.start()
@@ -176,7 +175,7 @@ class _AgentThread:
                 else:
                     controller.step(now, self._waiting)
                     overtaken, pause = 0, self._pause(controller)
-                    self._outage.end()
+                    self._outage.end(now)
                     if self._failures and now - started_at > _HEALTHY_SECONDS:
                         self._failures = 0
                         self._store.alarms.clear(f"{FAILED}:{self._alias}")
@@ -268,7 +267,7 @@ class ControllerProcess:
         self._agents: dict[str, _AgentThread] = {}
         self._activity: dict[str, AgentActivity] = {}
         self._look_at = 0.0  # monotonic
-        self._outages = OutageLog()
+        self._outages = Outages()
         self._has_run = False
 
     @property

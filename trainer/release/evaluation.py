@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass
 from hashlib import blake2b
@@ -37,7 +36,6 @@ from ratchet.trainer.release.invariants import (
 )
 from ratchet.trainer.settings.trainer_sections import ReleaseSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.statistics import MeanDifference
 
 
 def version_name(policy: Policy) -> str:
@@ -99,6 +97,11 @@ class EvaluationResult:
     prompt_set: str = ""
     changed: bool = False
 
+    @property
+    def broken(self) -> bool:
+        """Whether the candidate is worse than the live version."""
+        return self.first is not None and self.first.worse
+
     def evidence(self) -> dict[str, Any]:
         evidence: dict[str, Any] = {"evaluation": asdict(self.first)} if self.first else {}
         if self.second:
@@ -116,22 +119,26 @@ class EvaluationResult:
         """Return why the candidate needs approval before it serves; None if it does not."""
         if self.first is None:
             return None
-        reasons = []
+        reasons: list[str | None] = []
         if max_gain is not None and self.first.difference > max_gain:
             reasons.append(f"the gain exceeds max_gain {max_gain:g}: {self.first.describe()}")
-        if self.second_judge and (reason := self._second_judge_reason(self.first)):
-            reasons.append(reason)
-        return "; ".join(reasons) or None
+        if self.second_judge:
+            reasons += [second_judge_reason(self.second_judge, self.second, self.first.difference, self.first.low)]
+        return "; ".join(filter(None, reasons)) or None
 
-    def _second_judge_reason(self, first: PairedEvaluation) -> str | None:
-        if self.second is None:
-            return f"second judge {self.second_judge} failed on too many of the answers"
-        described = f"second judge {self.second_judge} {self.second.describe()}"
-        if self.second.worse:
-            return f"{described}: it finds the candidate worse"
-        if first.low > 0 and self.second.difference <= 0:
-            return f"{described}: it does not see the gain of {first.difference:+.3f}"
-        return None
+
+def second_judge_reason(judge: str, second: PairedEvaluation | None, first: float, low: float) -> str | None:
+    """Return why a second judge's result needs a person's approval; None if it does not. The first judge sees a
+    difference of `first`, at least `low`.
+    """
+    if second is None:
+        return f"second judge {judge} failed on too many of the answers"
+    described = f"second judge {judge} {second.describe()}"
+    if second.worse:
+        return f"{described}: it finds the new version worse"
+    if low > 0 and second.difference <= 0:
+        return f"{described}: it does not see the gain of {first:+.3f}"
+    return None
 
 
 def summarize_pairs(
@@ -170,62 +177,35 @@ def _mean_scores(judge: Judge, sides: Sides) -> tuple[float, float] | None:
 
 log = logging.getLogger(__name__)
 
-_Z = statistics.NormalDist().inv_cdf(0.975)
-
 Pair = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
 class SecondOpinion:
-    """The mean difference (ramp - live) in the second judge's own units, with its 95% interval."""
-
-    judge: str
-    judge_version: str
-    pairs: int
-    failures: int
-    mean: float
-    low: float
-    high: float
-
-    def evidence(self) -> dict[str, Any]:
-        return {"second_judge": asdict(self)}
-
-    def blocking_reason(self, first: MeanDifference) -> str | None:
-        """Return why the promotion needs approval; None if the second judge agrees with `first`."""
-        described = f"second judge {self.judge}: difference {self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
-        if self.pairs < 2 or self.failures > self.pairs:
-            return f"second judge {self.judge} failed on {self.failures} of {self.failures + self.pairs} pairs"
-        if self.high < 0:
-            return f"{described}: it finds the new version worse"
-        if first.low > 0 and self.mean <= 0:
-            return f"{described}: it does not see the gain of {first.value:+.3f}"
-        return None
-
-
-class SecondOpinionRunner:
-    """Asks the second judge about one ramp after the other, in its own thread."""
+    """Asks the second judge about one ramp after the other, in a thread of its own."""
 
     def __init__(self, judge: Judge, max_pairs: int, read_transcript: Callable[[str], Transcript]) -> None:
-        self._judge = judge
+        self.judge = judge
         self._max_pairs = max_pairs
         self._read_transcript = read_transcript
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="second_opinion")
-        self._pending: tuple[int, Future[SecondOpinion]] | None = None
+        self._pending: tuple[int, Future[PairedEvaluation | None]] | None = None
 
-    def opinion_on(self, version: int, ramp: Sequence[PastScore], live: Sequence[PastScore]) -> SecondOpinion | None:
-        """Return the opinion on a version; None until it is known. Raises what reading the store raises."""
+    def about(
+        self, version: int, ramp: Sequence[PastScore], live: Sequence[PastScore]
+    ) -> Future[PairedEvaluation | None] | None:
+        """Return the comparison of a version with the live one, which is done; None until it is."""
         if self._pending is None or self._pending[0] != version:
             pairs = pair_up(ramp, live, self._max_pairs)
-            self._pending = version, self._thread.submit(judge_pairs, self._judge, pairs, self._read_transcript)
+            self._pending = version, self._thread.submit(compare_pairs, self.judge, pairs, self._read_transcript)
         _, opinion = self._pending
         if not opinion.done():
             return None
         self._pending = None
-        return opinion.result()
+        return opinion
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._judge.close()
+        self.judge.close()
 
 
 def pair_up(ramp: Sequence[PastScore], live: Sequence[PastScore], max_pairs: int) -> list[Pair]:
@@ -243,31 +223,18 @@ def pair_up(ramp: Sequence[PastScore], live: Sequence[PastScore], max_pairs: int
     return pairs[:max_pairs]
 
 
-def judge_pairs(judge: Judge, pairs: Sequence[Pair], read_transcript: Callable[[str], Transcript]) -> SecondOpinion:
-    """Return the judge's opinion on all pairs. Blocks until every pair is judged."""
-    with ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second_judge") as threads:
-        judged = list(threads.map(lambda pair: _scores(judge, pair, read_transcript), pairs))
-    differences = list(_differences(judged))
-    mean = statistics.fmean(differences) if differences else 0.0
-    reach = _Z * statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    failures = len(judged) - len(differences)
-    return SecondOpinion(judge.name, judge.version, len(differences), failures, mean, mean - reach, mean + reach)
-
-
-def _scores(judge: Judge, pair: Pair, read_transcript: Callable[[str], Transcript]) -> list[float | None]:
-    """Return the two scores of a pair; none for a pair that is damaged in the store."""
-    try:
-        read = [read_transcript(name) for name in pair]
-    except RecordDamaged as damaged:
-        log.warning("event=pair_not_compared reason=%r", str(damaged))
-        return [None, None]
-    return [verdict.score for verdict in judge_in_both_orders(judge, read).verdicts]
-
-
-def _differences(scores: Sequence[Sequence[float | None]]) -> Iterator[float]:
-    for ramp, live in scores:
-        if ramp is not None and live is not None:
-            yield ramp - live
+def compare_pairs(
+    judge: Judge, pairs: Sequence[Pair], read_transcript: Callable[[str], Transcript]
+) -> PairedEvaluation | None:
+    """Return the judge's comparison of both sides of all pairs; None if it fails on too many, or they are damaged."""
+    sides: list[Sides] = []
+    for ramp, live in pairs:
+        try:
+            sides.append(([read_transcript(ramp)], [read_transcript(live)]))
+        except RecordDamaged as damaged:
+            log.warning("event=pair_not_compared reason=%r", str(damaged))
+    found = compare_with_judge(judge, sides, "pairs")
+    return found if found is not None and 2 * found.prompts >= len(pairs) else None
 
 
 # Evaluations in the background: a candidate is evaluated while the trainer collects, groups and judges.
@@ -283,8 +250,18 @@ _RETRY_SECONDS = 60.0  # after a failure
 class Result(Protocol):
     """What an evaluation found: a dataclass that msgspec can write and read again."""
 
+    @property
+    def broken(self) -> bool:
+        """Whether the candidate is rejected."""
+
+    def evidence(self) -> dict[str, Any]:
+        """Return it in the form of a decision's evidence."""
+
     def describe(self) -> str:
         """Return it as one clause, "" if nothing is known."""
+
+    def blocking_reason(self, max_gain: float | None) -> str | None:
+        """Return why the candidate needs approval before it serves; None if it does not."""
 
 
 ResultT = TypeVar("ResultT", bound=Result)
@@ -309,53 +286,39 @@ class Evaluator(Protocol[ResultT_co]):
 MakeWorkflowEvaluator = Callable[[Store, str, ReleaseSettings, Judge, Judge | None], Evaluator[EvaluationResult]]
 
 
-def make_evaluation_runner(
+def make_checks(
     settings: TrainerSettings,
     store: Store,
     replicas: Sequence[VllmServer],
     make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
-) -> EvaluationRunner[EvaluationResult] | None:
-    """Return the runner that the settings name: a workflow, recorded prompts, or None if nothing is held out.
+) -> list[EvaluationRunner[Any]]:
+    """Return the checks of a proven candidate before it serves users, in order, as the settings name them: the
+    invariants, then held-out tasks, which a workflow plays or which are recorded prompts.
 
     Raises WorkflowError, TaskSetError, JudgeError; SettingError if the settings name a workflow and the program that
     starts the trainer passes no evaluator for workflows.
     """
-    release = settings.release
+    release, alias = settings.release, settings.model
+    checks: list[EvaluationRunner[Any]] = []
+    if release.policy != "immediate" and release.invariant_prompts:
+        invariants = InvariantsCheck(
+            store, replicas, alias=alias, prompts=release.invariant_prompts, max_tokens=release.invariant_max_tokens
+        )
+        checks.append(EvaluationRunner(store, alias, invariants, InvariantsResult, INVARIANTS))
     if release.workflow is None and not release.held_out_share:
-        return None
+        return checks
     judge, second = make_judge(settings.judge, os.environ), make_second_judge(settings)
-    if release.workflow is not None:
-        if make_workflow_evaluator is None:
-            raise SettingError("trainer.release.workflow needs the tuner: start the trainer with `ratchet trainer`")
-        evaluator = make_workflow_evaluator(store, settings.model, release, judge, second)
-        return EvaluationRunner(store, settings.model, evaluator, EvaluationResult, KIND)
-    prompts = PromptEvaluator(
-        store,
-        replicas,
-        judge,
-        second,
-        alias=settings.model,
-        prompts=release.evaluation_prompts,
-        samples=release.evaluation_samples,
-    )
-    return EvaluationRunner(store, settings.model, prompts, EvaluationResult, KIND)
-
-
-def make_invariants_runner(
-    settings: TrainerSettings, store: Store, replicas: Sequence[VllmServer]
-) -> EvaluationRunner[InvariantsResult] | None:
-    """Return the runner of the invariants check; None if there are no users to protect, or no prompts to ask."""
-    release = settings.release
-    if release.policy == "immediate" or not release.invariant_prompts:
-        return None
-    check = InvariantsCheck(
-        store,
-        replicas,
-        alias=settings.model,
-        prompts=release.invariant_prompts,
-        max_tokens=release.invariant_max_tokens,
-    )
-    return EvaluationRunner(store, settings.model, check, InvariantsResult, INVARIANTS)
+    evaluator: Evaluator[EvaluationResult]
+    if release.workflow is None:
+        evaluator = PromptEvaluator(
+            store, replicas, judge, second,
+            alias=alias, prompts=release.evaluation_prompts, samples=release.evaluation_samples,
+        )  # fmt: skip
+    elif make_workflow_evaluator is None:
+        raise SettingError("trainer.release.workflow needs the tuner: start the trainer with `ratchet trainer`")
+    else:
+        evaluator = make_workflow_evaluator(store, alias, release, judge, second)
+    return [*checks, EvaluationRunner(store, alias, evaluator, EvaluationResult, KIND)]
 
 
 def make_second_judge(settings: TrainerSettings) -> Judge | None:
@@ -380,7 +343,7 @@ class EvaluationRunner(Generic[ResultT]):
         self._alias = alias
         self._evaluator = evaluator
         self._result = result
-        self._kind = kind
+        self.kind = kind
         self._clock = clock
         self._work = BackgroundWork("evaluation")
         self._stop = threading.Event()
@@ -406,12 +369,12 @@ class EvaluationRunner(Generic[ResultT]):
             if done == subject:
                 self._handle_failure(error, subject)
                 return None
-        known = self._store.observations.latest(self._alias, self._kind).get(subject)
+        known = self._store.observations.latest(self._alias, self.kind).get(subject)
         if known is not None:
             self._store.alarms.clear(self._alarm)
             return msgspec.convert(known.content, self._result)
         self._work.start(subject, lambda: self._evaluate(candidate, live, subject), no_change)
-        log.info("event=%s_started policy=%s against=%s", self._kind, version_name(candidate), version_name(live))
+        log.info("event=%s_started policy=%s against=%s", self.kind, version_name(candidate), version_name(live))
         return None
 
     def close(self) -> None:
@@ -426,40 +389,22 @@ class EvaluationRunner(Generic[ResultT]):
 
     def _evaluate(self, candidate: Policy, live: Policy, subject: str) -> None:
         result = self._evaluator.evaluate(candidate, live, self._check_stop)
-        self._store.observations.add(self._alias, self._kind, subject, msgspec.to_builtins(result))
+        self._store.observations.add(self._alias, self.kind, subject, msgspec.to_builtins(result))
         described = result.describe() or "too little to compare"
-        log.info("event=%s_done policy=%s result=%r", self._kind, version_name(candidate), described)
+        log.info("event=%s_done policy=%s result=%r", self.kind, version_name(candidate), described)
 
     def _handle_failure(self, error: BaseException, subject: str) -> None:
         """Raise an alarm and schedule a retry. Raises `error` if it is not a failure of the evaluation."""
         if isinstance(error, EngineUnreachable) or not isinstance(error, EngineError | TuningError):
             raise error
         self._retry_at = self._clock() + _RETRY_SECONDS
-        reason = f"{self._kind} of {subject} failed: {error}; next try in {_RETRY_SECONDS:g} s, nothing is promoted"
+        reason = f"{self.kind} of {subject} failed: {error}; next try in {_RETRY_SECONDS:g} s, nothing is promoted"
         self._store.alarms.raise_(self._alarm, reason)
-        log.warning("event=%s_failed reason=%r", self._kind, reason)
+        log.warning("event=%s_failed reason=%r", self.kind, reason)
 
     @property
     def _alarm(self) -> str:
-        return f"{self._kind}:{self._alias}"
-
-
-@dataclass(frozen=True, slots=True)
-class PreReleaseChecks:
-    """The checks of a proven candidate before it serves users, in order; None: not by the settings."""
-
-    invariants: EvaluationRunner[InvariantsResult] | None = None
-    replay: EvaluationRunner[EvaluationResult] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return any(one.is_running for one in (self.invariants, self.replay) if one is not None)
-
-    def close(self) -> None:
-        """Stop what runs; it is repeated after the next start."""
-        for one in (self.invariants, self.replay):
-            if one is not None:
-                one.close()
+        return f"{self.kind}:{self._alias}"
 
 
 # Evaluation on held-out prompts: a candidate and the live version answer the same prompts, judged in pairs.

@@ -117,6 +117,9 @@ class InvariantsResult:
         """Return it in the form of a decision's evidence."""
         return {"invariants": {"broken": self.broken} | asdict(self)}
 
+    def blocking_reason(self, max_gain: float | None) -> None:
+        """No person needs to look at a candidate that breaks nothing."""
+
     def describe(self) -> str:
         """Return it as one clause."""
         where = f"on {self.prompts} recent prompts"

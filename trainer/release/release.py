@@ -58,7 +58,13 @@ from ratchet.trainer.errors import AdapterRefused
 from ratchet.trainer.judges.judgement import Judge
 from ratchet.trainer.learner_api import LogprobScorer
 from ratchet.trainer.observability.metrics import Finding, TrainerMetrics
-from ratchet.trainer.release.evaluation import PreReleaseChecks, SecondOpinionRunner, is_trained, version_name
+from ratchet.trainer.release.evaluation import (
+    EvaluationRunner,
+    SecondOpinion,
+    is_trained,
+    second_judge_reason,
+    version_name,
+)
 from ratchet.trainer.release.invariants import KIND as INVARIANTS
 from ratchet.trainer.release.policy import (
     ReleaseAction,
@@ -121,7 +127,7 @@ class Release:
         settings: TrainerSettings,
         judge_version: str,
         *,
-        checks: PreReleaseChecks | None = None,
+        checks: Sequence[EvaluationRunner[Any]] = (),
         second: Judge | None = None,
         blocking_findings: BlockingFindings = tuple,
         metrics: TrainerMetrics | None = None,
@@ -134,10 +140,10 @@ class Release:
         self.proofs = ReplicaProofs(
             store, replicas, alias=self._alias, tolerance=settings.proof_tolerance, quorum=settings.adapters.quorum
         )
-        self.checks = checks or PreReleaseChecks()
+        self.checks = checks
         self._blocking_findings = blocking_findings
         self._second = (  # asked in a thread of its own
-            SecondOpinionRunner(second, _SECOND_JUDGE_PAIRS, store.trajectories.read) if second else None
+            SecondOpinion(second, _SECOND_JUDGE_PAIRS, store.trajectories.read) if second else None
         )
         self._metrics = metrics or TrainerMetrics(self._alias)
         self._counter = OutcomeCounter(
@@ -155,7 +161,8 @@ class Release:
 
     def close(self) -> None:
         """Stop the checks, which are repeated after the next start, and close the second judge."""
-        self.checks.close()
+        for check in self.checks:
+            check.close()
         if self._second is not None:
             self._second.close()
 
@@ -184,48 +191,27 @@ class Release:
         evidence |= {"missing_replicas": dict(served.missing)} if served.missing else {}
         evidence |= {"adapter_sha256": served.checksum} if served.checksum else {}
         clauses = [_describe_proofs(candidate, live, served.proofs)]
-        for check in (self._check_invariants, self._replay):
-            outcome = check(candidate, live, evidence, clauses)
-            if outcome is not None:
-                return outcome
+        for check in self.checks:
+            if check.kind == INVARIANTS and self.ramp_share(candidate) is None:  # nobody is protected
+                continue
+            result = check.result_for(candidate, live)
+            if result is None:
+                return PublishResult.EVALUATING
+            evidence |= result.evidence()
+            if result.broken and check.kind == INVARIANTS:
+                advice = (
+                    f"{version_name(candidate)} was rejected before it served anybody: {result.describe()}; check what "
+                    "the judge rewards and learner.learning_rate. The alarm clears with the next version that is "
+                    "released"
+                )
+                return self._reject(candidate, result.describe(), evidence, check.kind, BROKEN, advice)
+            if result.broken:
+                return self._reject(candidate, result.describe(), evidence, check.kind)
+            if blocked := result.blocking_reason(self._settings.max_gain):
+                self._require_approval(candidate, blocked, evidence | self._findings_evidence(), by=check.kind)
+                return PublishResult.APPROVAL_REQUIRED
+            clauses.append(result.describe())
         return self._begin(candidate, live, evidence, "; ".join(filter(None, clauses)))
-
-    def _check_invariants(
-        self, candidate: Policy, live: Policy, evidence: dict[str, Any], clauses: list[str]
-    ) -> PublishResult | None:
-        """Return what the invariants decide, if they do; adds to the evidence and to the reason."""
-        if self.checks.invariants is None or self.ramp_share(candidate) is None:  # nobody is protected
-            return None
-        result = self.checks.invariants.result_for(candidate, live)
-        if result is None:
-            return PublishResult.EVALUATING
-        evidence |= result.evidence()
-        clauses.append(result.describe())
-        if not result.broken:
-            return None
-        advice = (
-            f"{version_name(candidate)} was rejected before it served anybody: {result.describe()}; check what the "
-            "judge rewards and learner.learning_rate. The alarm clears with the next version that is released"
-        )
-        return self._reject(candidate, result.describe(), evidence, INVARIANTS, BROKEN, advice)
-
-    def _replay(
-        self, candidate: Policy, live: Policy, evidence: dict[str, Any], clauses: list[str]
-    ) -> PublishResult | None:
-        """Return what the held-out tasks decide, if they do; adds to the evidence and to the reason."""
-        if self.checks.replay is None:
-            return None
-        result = self.checks.replay.result_for(candidate, live)
-        if result is None:
-            return PublishResult.EVALUATING
-        evidence |= result.evidence()
-        clauses.append(result.describe())
-        if result.first is not None and result.first.worse:
-            return self._reject(candidate, result.describe(), evidence, "evaluation")
-        if blocked := result.blocking_reason(self._settings.max_gain):
-            self._require_approval(candidate, blocked, evidence | self._findings_evidence(), by="evaluation")
-            return PublishResult.APPROVAL_REQUIRED
-        return None
 
     def _begin(self, candidate: Policy, live: Policy, evidence: dict[str, Any], reason: str) -> PublishResult:
         """Begin the ramp of a proven version or, without one, make it live."""
@@ -264,6 +250,10 @@ class Release:
         log.warning("event=policy_unproven policy=%s reason=%r", version_name(candidate), reason)
         self._unload_candidate(candidate)
         return PublishResult.UNPROVEN
+
+    @property
+    def is_evaluating(self) -> bool:
+        return any(check.is_running for check in self.checks)
 
     # Old versions leave the replicas.
 
@@ -406,11 +396,13 @@ class Release:
             scores = self._store.groups.rewards
             mine = scores(self._alias, self._judge_version, ramp.version)
             others = scores(self._alias, self._judge_version, live.version, since)
-            opinion = self._second.opinion_on(ramp.version, mine, others)
+            opinion, judge = self._second.about(ramp.version, mine, others), self._second.judge
             if opinion is None:
                 return False
-            recorded |= opinion.evidence()
-            reasons.insert(1, opinion.blocking_reason(gain))
+            found = opinion.result()
+            named = {"judge": judge.name, "judge_version": judge.version}
+            recorded["second_judge"] = named | (asdict(found) if found is not None else {})
+            reasons.insert(1, second_judge_reason(judge.name, found, gain.value, gain.low))
         if reason := "; ".join(filter(None, reasons)):
             self._require_approval(ramp, reason, recorded, by=DECIDED_BY)
             return True
