@@ -11,7 +11,7 @@ import pytest
 
 from ratchet.store.records import Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.controller.components import ASSUMED_NOISE, judge_noise
+from ratchet.trainer.controller.agent_controller import ASSUMED_NOISE, judge_noise
 from ratchet.trainer.judges.quality import (
     CalibrationGroup,
     calibrate,

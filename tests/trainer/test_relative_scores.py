@@ -75,7 +75,7 @@ def test_the_learning_report_and_the_console_say_relative_and_give_no_mean(store
 
 def test_the_trainer_notes_what_its_judge_is(store: Store, make_controller: Callable[..., SteppedController]) -> None:
     controller = make_controller(judge=RULER, ungrouped="drop")
-    version = controller._judging.judge.version
+    version = controller._judge.version
     assert is_relative(store, "agent", version)
     record_judge_scale(store, "agent", version, relative=True)
     assert len(store.observations.newest("agent", "judge", 10)) == 1, "once"
@@ -92,7 +92,7 @@ def test_no_version_is_kept_for_its_relative_mean(
         answered_trajectory(store, name, task="t", version=1)
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.create("task:t", "agent", names, now=101.0)
-    fields: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": controller._judging.judge.version}
+    fields: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": controller._judge.version}
     store.groups.record_verdicts(group.id, [Verdict(trajectory_id=n, score=float(n == "r0"), **fields) for n in names])
     assert controller._best_versions() == best
 

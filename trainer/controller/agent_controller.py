@@ -39,7 +39,8 @@ The release phase decides what a step may do. Training does not wait for a ramp;
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+import os
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
@@ -52,29 +53,47 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import make_adapter_store
 from ratchet.trainer.adapters.base_model_files import ServedBaseModel
-from ratchet.trainer.adapters.vllm_api import ReplicaFleet
+from ratchet.trainer.adapters.vllm_api import ReplicaFleet, VllmServer
+from ratchet.trainer.advantages import AdvantageEstimator, ScoreHistory
 from ratchet.trainer.background_work import BackgroundWork, ignore, no_change
 from ratchet.trainer.collect.collector import RoleResolver, TrajectoryCollector, feedback_wait_of
-from ratchet.trainer.controller.components import make_judging_components
 from ratchet.trainer.controller.learner_work import LearnerFactory, LearnerWork, Publication, best_first
-from ratchet.trainer.errors import AdapterStoreUnreachable, EngineUnreachable, LearnerUnreachable, OutOfMemory
-from ratchet.trainer.judges.judge_runner import TranscriptCache
+from ratchet.trainer.errors import (
+    AdapterStoreUnreachable,
+    EngineUnreachable,
+    JudgeError,
+    LearnerUnreachable,
+    OutOfMemory,
+)
+from ratchet.trainer.judges.judge_runner import (
+    JudgeRunner,
+    Rejudger,
+    SecondJudge,
+    TranscriptCache,
+    zero_variance_groups,
+)
+from ratchet.trainer.judges.judgement import Judge
+from ratchet.trainer.judges.kinds.teacher import TeacherJudge
+from ratchet.trainer.judges.make_judge import RunJudges, make_judge
+from ratchet.trainer.judges.quality import NOISE
 from ratchet.trainer.learner_api import LearnerProtocol
 from ratchet.trainer.observability.metrics import TrainerMetrics
-from ratchet.trainer.observability.progress import GATHERING, Progress, StoredProgress, Watcher, watch_for_service
+from ratchet.trainer.observability.progress import GATHERING, Progress, StoredProgress, watch_for_service
 from ratchet.trainer.release.evaluation import MakeWorkflowEvaluator, make_checks, make_second_judge
 from ratchet.trainer.release.release import Release, next_candidate
 from ratchet.trainer.rounds.backlog import Backlog, RoundSize
 from ratchet.trainer.rounds.round_runner import MemoryLimit, RoundRunner
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.sentinel.sentinel import Sentinel
-from ratchet.trainer.settings.judge_specs import gives_only_ranks
+from ratchet.trainer.settings.judge_specs import TeacherSpec, asks_language_model, gives_only_ranks
+from ratchet.trainer.settings.objectives import find_estimator
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.warm_start import WarmStartRequests
 
 log = logging.getLogger(__name__)
 start = logging.getLogger("ratchet.start")  # logged at any log_level: `ratchet up` waits for it
 
+ASSUMED_NOISE = 0.02  # of a language model's scores, until it is measured
 OVERTAKEN = (InvalidTransition, RecordNotFound)  # changed by a person, a deletion, or another trainer
 MAX_OVERTAKEN = 10  # in a row; more is no coincidence
 _UPKEEP_SECONDS = 5.0
@@ -153,42 +172,38 @@ class AgentController:
         *,
         metrics: TrainerMetrics | None = None,
         stored_progress: StoredProgress | None = None,
-        watcher: Watcher | None = None,
         on_change: Callable[[], None] = ignore,
         max_judge_threads: int | None = None,
         make_background: Callable[[str, Callable[[], None]], BackgroundWork] = BackgroundWork,
-        judge_wait_seconds: float = 0.0,
     ) -> None:
         self.settings = settings
-        self._store, self._judge_wait_seconds = store, judge_wait_seconds
+        self._store, self._judge_wait_seconds = store, 0.0
         alias = settings.model
         self._outage = Outages(alias, store)
         self._replicas = ReplicaFleet(settings.vllm, upstream_key)
         self._base = ServedBaseModel(store, alias, self._replicas)
         self.metrics = metrics or TrainerMetrics(alias, store)
         stored = [stored_progress.watch(alias)] if stored_progress else []
-        self.progress = Progress(watcher or watch_for_service(alias), self.metrics.progress, *stored)
+        self.progress = Progress(watch_for_service(alias), self.metrics.progress, *stored)
         self._gathering = self.progress.begin(GATHERING, settings.groups_per_round)
-        self._judging = make_judging_components(
-            settings, store, self.progress, on_change, max_judge_threads, self._replicas, self.metrics
-        )
+        second = self._make_judging(on_change, max_judge_threads)
         self._ranks_only = gives_only_ranks(settings.judge)
-        record_judge_scale(store, alias, self._judging.judge.version, relative=self._ranks_only)
+        record_judge_scale(store, alias, self._judge.version, relative=self._ranks_only)
         cached = 4 * settings.groups_per_round * settings.num_generations
         self._transcripts = TranscriptCache(store, cached, lambda read: self._sentinel.note(read))
         role_resolver = RoleResolver(store, alias, Roles(settings.roles, settings.role_patterns))
         self._memory = MemoryLimit(store, alias, settings.learner)
         adapters = make_adapter_store(settings)
         round_runner = RoundRunner(
-            store, alias, settings.versions, self._judging.estimator, self._transcripts, role_resolver,
+            store, alias, settings.versions, self._estimator, self._transcripts, role_resolver,
             RoundSize(settings.groups_per_round, settings.num_generations), self._memory,
             mask_truncated=settings.mask_truncated_completions, penalized=settings.train_penalized, adapters=adapters,
         )  # fmt: skip
-        history = self._judging.estimator.history
+        history = self._estimator.history
         self._collector = TrajectoryCollector(store, settings, role_resolver, history, upstream_key)
-        self._sentinel = Sentinel(settings.sentinel, store, alias, self.metrics, self._judging.second)
+        self._sentinel = Sentinel(settings.sentinel, store, alias, self.metrics, second)
         self._release = Release(
-            store, self._replicas, settings, self._judging.judge.version,
+            store, self._replicas, settings, self._judge.version,
             checks=make_checks(settings, store, self._replicas, make_workflow_evaluator),
             second=make_second_judge(settings), blocking_findings=self._sentinel.blocking_findings,
             metrics=self.metrics,
@@ -213,8 +228,51 @@ class AgentController:
         self._prune_pending = True
         self._learner_due_at = 0.0  # after an outage
         self._overtaken = 0  # works in a row
-        judge, version = self._judging.judge.name, self._work.version
+        judge, version = self._judge.name, self._work.version
         start.info("event=trainer_ready alias=%s version=%d judge=%s", alias, version, judge)
+
+    def _make_judging(self, on_judged: Callable[[], None], max_judge_threads: int | None) -> SecondJudge | None:
+        """Make what judges the groups; return the second judge. `on_judged` is called in the judges' threads.
+
+        Raises JudgeError if a judge cannot be used.
+        """
+        settings, store, alias = self.settings, self._store, self.settings.model
+        find_estimator(settings.advantage_estimator)  # a plug-in that cannot be imported ends the start, not a round
+        self._judge = _make_judge(settings, store, self._replicas)
+        second = None
+        if (spec := settings.sentinel.second_judge) is not None:
+            share = settings.sentinel.second_judge_sample_rate
+            second = SecondJudge(make_judge(spec, os.environ), share, store, alias, self._judge.version)
+        self._estimator = AdvantageEstimator(
+            settings.advantage_estimator,
+            settings.scale_advantages_by_family,
+            settings.min_baseline_samples,
+            settings.roles,
+            ScoreHistory(store.groups.past_scores(alias, self._judge.version)),
+            settings.turn_weight,
+            settings.learner.objective.distillation,
+            judge_noise(settings, store, self._judge.version),
+        )
+        attempts, retry_seconds = settings.judge_attempts, settings.judge_retry_seconds
+        self._judge_runner = JudgeRunner(
+            store,
+            RunJudges(self._judge, store.tunings.get),
+            attempts=attempts,
+            retry_seconds=retry_seconds,
+            estimator=self._estimator,
+            progress=self.progress,
+            second=second,
+            zero_variance=zero_variance_groups(store, alias),
+            min_group_size=settings.min_group_size,
+            on_done=on_judged,
+            max_threads=max_judge_threads,
+            on_requests=self.metrics.judge_requests,
+        )
+        self._rejudger = Rejudger(
+            store, alias, self._judge_runner.submit_judge, self._estimator,
+            attempts=attempts, retry_seconds=retry_seconds,
+        )  # fmt: skip
+        return second
 
     @property
     def learner(self) -> LearnerProtocol:
@@ -241,7 +299,7 @@ class AgentController:
         self._learning.close()
         self._upkeep.close()
         self._collector.close()
-        self._judging.runner.close()
+        self._judge_runner.close()
         self._release.close()
         self._work.close()
         self._replicas.close()
@@ -293,14 +351,14 @@ class AgentController:
     def _submit_to_judge(self, now: float, *, any_ready: bool = True) -> None:
         if any_ready:
             groups = self._backlog.groups_to_judge(now, drop_stale=not self._learning.is_busy)
-            self._unread = self._judging.runner.submit(groups, self._transcripts.read)
+            self._unread = self._judge_runner.submit(groups, self._transcripts.read)
         if feedback_wait_of(self.settings.judge) is not None:
-            self._judging.rejudger.submit_late_feedback(now)
+            self._rejudger.submit_late_feedback(now)
 
     def _collect_verdicts(self, now: float) -> bool:
-        recorded = self._judging.runner.collect_results(now, self._judge_wait_seconds)
+        recorded = self._judge_runner.collect_results(now, self._judge_wait_seconds)
         if feedback_wait_of(self.settings.judge) is not None:
-            recorded += self._judging.rejudger.collect_results(now, self._judge_wait_seconds)
+            recorded += self._rejudger.collect_results(now, self._judge_wait_seconds)
         return bool(recorded)
 
     def _train(self, now: float) -> bool:
@@ -379,7 +437,7 @@ class AgentController:
 
     def _best_versions(self) -> list[int]:
         """Return the versions worth a rollback, the best first; none if scores do not compare versions."""
-        scores = self._store.groups.past_scores(self.settings.model, self._judging.judge.version)
+        scores = self._store.groups.past_scores(self.settings.model, self._judge.version)
         return [] if self._ranks_only else best_first(scores)
 
     def _check_base_model(self, now: float) -> None:
@@ -433,3 +491,34 @@ class AgentController:
                 if self._overtaken == MAX_OVERTAKEN:
                     raise
         return worked
+
+
+def judge_noise(settings: TrainerSettings, store: Store, version: str) -> float:
+    """Return the noise of this version of the judge: as set, as measured, or as assumed."""
+    if settings.judge_noise is not None:
+        return settings.judge_noise
+    measured = store.observations.latest(settings.model, NOISE).get(version)
+    if measured is not None:
+        return float(measured.content["noise"])
+    return ASSUMED_NOISE if asks_language_model(settings.judge) else 0.0
+
+
+def _make_judge(settings: TrainerSettings, store: Store, replicas: Sequence[VllmServer]) -> Judge:
+    """Return the judge; a teacher that cannot teach this policy is refused, one that does not answer yet is not."""
+    if not isinstance(settings.judge, TeacherSpec):
+        return make_judge(settings.judge, os.environ)
+
+    def policy() -> VllmServer:
+        for replica in replicas:
+            return replica
+        raise EngineUnreachable("no vLLM replica is known yet")
+
+    teacher = TeacherJudge(settings.judge, os.environ, store.trajectories.context_calls, policy)
+    try:
+        teacher.check()
+    except EngineUnreachable as away:  # it is checked before it scores
+        log.warning("event=teacher_not_checked alias=%s reason=%r", settings.model, str(away))
+    except JudgeError:
+        teacher.close()
+        raise
+    return teacher

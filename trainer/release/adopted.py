@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,6 @@ def fork(store: Store, adapters: AdapterStore, source: Policy, target: ForkTarge
     folder = adapters.fetch(source.adapter or "")
     with_state = (folder / _LEARNER_STATE).is_file()
     _check_adapter(folder, target, name)
-    reference = adapters.next_reference(target.versions, store.rounds.next_version(target.alias))
 
     def copy(aside: Path) -> None:
         shutil.copytree(folder, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(checkpoint.MANIFEST))
@@ -63,14 +62,8 @@ def fork(store: Store, adapters: AdapterStore, source: Policy, target: ForkTarge
             (aside / checkpoint.STATE).mkdir(exist_ok=True)
             (aside / checkpoint.ADAPTER_ONLY).write_text(f"{name}\n")
 
-    adapters.write(reference, lambda made: checkpoint.write_atomically(made, copy))
-    candidate = store.rounds.adopt(
-        target.alias,
-        version=number_of(reference),
-        checkpoint=reference,
-        origin={"forked_from": {"alias": source.alias, "version": source.version}, "by": by},
-        reason=f"forked from {name} by {by}",
-    )
+    origin = {"forked_from": {"alias": source.alias, "version": source.version}, "by": by}
+    candidate = _adopt(store, adapters, target, copy, origin, f"forked from {name} by {by}")
     return Fork(candidate, with_state)
 
 
@@ -150,7 +143,6 @@ def import_adapter(store: Store, adapters: AdapterStore, folder: Path, target: F
     check_target(store, target.alias)
     _check_config(_config(folder), folder, target)
     _check_shapes(store, target.alias, folder)
-    reference = adapters.next_reference(target.versions, store.rounds.next_version(target.alias))
 
     def copy(aside: Path) -> None:
         for name in (CONFIG, WEIGHTS):
@@ -158,14 +150,23 @@ def import_adapter(store: Store, adapters: AdapterStore, folder: Path, target: F
         (aside / checkpoint.STATE).mkdir()
         (aside / checkpoint.ADAPTER_ONLY).write_text(f"{folder}\n")
 
+    origin = {"imported_from": str(folder), "by": by}
+    return _adopt(store, adapters, target, copy, origin, f"imported from {folder} by {by}")
+
+
+def _adopt(
+    store: Store,
+    adapters: AdapterStore,
+    target: ForkTarget,
+    copy: Callable[[Path], None],
+    origin: Mapping[str, Any],
+    reason: str,
+) -> Policy:
+    """Write the files that `copy` puts into a folder as the target's next version, and record it as its candidate."""
+    reference = adapters.next_reference(target.versions, store.rounds.next_version(target.alias))
     adapters.write(reference, lambda made: checkpoint.write_atomically(made, copy))
-    return store.rounds.adopt(
-        target.alias,
-        version=number_of(reference),
-        checkpoint=reference,
-        origin={"imported_from": str(folder), "by": by},
-        reason=f"imported from {folder} by {by}",
-    )
+    version = number_of(reference)
+    return store.rounds.adopt(target.alias, version=version, checkpoint=reference, origin=origin, reason=reason)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.reasons import describe_untrained
@@ -344,6 +345,9 @@ _MAX_REASONS = 3  # in one alarm
 _ROUNDS_PER_COMMIT = 4  # rounds read for each committed one
 
 
+HistoryT = TypeVar("HistoryT", ToolHistory, RateHistory)
+
+
 class Sentinel:
     """Checks one alias."""
 
@@ -365,9 +369,8 @@ class Sentinel:
         self._damaged: set[str] = set()  # trajectories of the window that cannot be read
         self._behind = False  # there is more to read than one check reads
         self._complete = False  # the window has been read once since the start
-        self._tool_histories: dict[str, ToolHistory] | None = None  # of failing tools; None: not read yet
-        self._rate_histories: dict[str, RateHistory] | None = None  # of rates that raise an alarm; None: not read yet
-        self._active: set[str] | None = None  # checks whose alarm is active; None: not read yet
+        self._histories: dict[str, Any] = {}  # by kind and name: of what raises an alarm
+        self._raised: set[str] = set()  # checks whose alarm is active
         self.findings: tuple[Finding, ...] = ()
         self.pauses_training = False
 
@@ -415,29 +418,34 @@ class Sentinel:
 
     def _check_tool_health(self) -> list[Finding]:
         newest = self._store.tools.newest_answered(self._alias, _MAX_TOOL_CALLS)
-        known = self._load_tool_histories() if self._tool_histories is None else self._tool_histories
-        findings, histories = check_tool_health(newest, self._settings, known)
-        failing = {found.subject for found in findings if found.reason}
-        self._tool_histories = {tool: history for tool, history in histories.items() if tool in failing}
-        for tool in sorted(known.keys() ^ self._tool_histories.keys()):
-            history = self._tool_histories.get(tool)
-            self._store.observations.add(self._alias, TOOL_HISTORY, tool, asdict(history) if history else {})
-        return findings
+
+        def check(known: Mapping[str, ToolHistory]) -> tuple[list[Finding], dict[str, ToolHistory]]:
+            findings, histories = check_tool_health(newest, self._settings, known)
+            failing = {found.subject for found in findings if found.reason}
+            return findings, {tool: history for tool, history in histories.items() if tool in failing}
+
+        return self._with_histories(TOOL_HISTORY, ToolHistory, check)
 
     def _check_rates(self, behaviors: Sequence[TrajectoryBehavior]) -> list[Finding]:
-        noted = self._store.observations.latest(self._alias, RATE_HISTORY) if self._rate_histories is None else {}
-        stored = {check: RateHistory(**one.content) for check, one in noted.items() if one.content}
-        known = stored if self._rate_histories is None else self._rate_histories
-        findings, self._rate_histories = check_versions(behaviors, known)
-        for check in sorted(known.keys() ^ self._rate_histories.keys()):
-            history = self._rate_histories.get(check)
-            self._store.observations.add(self._alias, RATE_HISTORY, check, asdict(history) if history else {})
-        return findings
+        return self._with_histories(RATE_HISTORY, RateHistory, lambda known: check_versions(behaviors, known))
 
-    def _load_tool_histories(self) -> dict[str, ToolHistory]:
-        """Return the histories of the tools that were failing when the trainer stopped."""
-        noted = self._store.observations.latest(self._alias, TOOL_HISTORY)
-        return {tool: ToolHistory(**one.content) for tool, one in noted.items() if one.content}
+    def _with_histories(
+        self,
+        kind: str,
+        record: type[HistoryT],
+        check: Callable[[Mapping[str, HistoryT]], tuple[list[Finding], dict[str, HistoryT]]],
+    ) -> list[Finding]:
+        """Run a check with what it is compared with while it raises an alarm, which the store keeps over a restart."""
+        if kind not in self._histories:
+            stored = self._store.observations.latest(self._alias, kind)
+            self._histories[kind] = {name: record(**one.content) for name, one in stored.items() if one.content}
+        known = self._histories[kind]
+        findings, histories = check(known)
+        self._histories[kind] = histories
+        for name in sorted(known.keys() ^ histories.keys()):
+            content = asdict(histories[name]) if name in histories else {}
+            self._store.observations.add(self._alias, kind, name, content)
+        return findings
 
     def _scores(self, names: Sequence[str]) -> dict[str, float]:
         verdicts = self._store.groups.verdicts(names) if names else {}
@@ -469,27 +477,16 @@ class Sentinel:
         pausing = pausing if self._settings.pause_training else []
         if pausing:
             reasons[PAUSED] = [f"training is paused, collecting and judging continue: {_joined(pausing)}"]
-        active = self._active_alarms() if self._active is None else self._active
-        unchecked = set() if self._complete else active & (DRIFT_CHECKS | RATE_CHECKS)
-        for check in sorted({found.check for found in findings} | reasons.keys() | (active - unchecked)):
-            self._set_alarm(check, reasons.get(check, []), check in active)
+        for check, why in sorted(reasons.items()):
+            self._store.alarms.raise_(f"{check}:{self._alias}", _joined(why))
+            if check not in self._raised:
+                log.warning("event=alarm name=%s:%s reason=%r", check, self._alias, _joined(why))
+        unchecked = frozenset() if self._complete else DRIFT_CHECKS | RATE_CHECKS
+        self._store.alarms.clear(*(f"{check}:{self._alias}" for check in _CHECKS - reasons.keys() - unchecked))
+        self._raised = set(reasons)
         if bool(pausing) != self.pauses_training:
             log.warning("event=%s reason=%r", "training_paused" if pausing else "training_resumed", _joined(pausing))
         self.pauses_training = bool(pausing)
-        self._active = set(reasons) | unchecked
-
-    def _active_alarms(self) -> set[str]:
-        names = {alarm.name for alarm in self._store.alarms.active()}
-        return {check for check in _CHECKS if f"{check}:{self._alias}" in names}
-
-    def _set_alarm(self, check: str, reasons: Sequence[str], active: bool) -> None:
-        name = f"{check}:{self._alias}"
-        if reasons:
-            self._store.alarms.raise_(name, _joined(reasons))
-            if not active:
-                log.warning("event=alarm name=%s reason=%r", name, _joined(reasons))
-        elif active:
-            self._store.alarms.clear(name)
 
 
 def _joined(reasons: Sequence[str]) -> str:

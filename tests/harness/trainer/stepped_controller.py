@@ -36,7 +36,7 @@ class SteppedController(AgentController):
 
             learner_factory = make_learner
         super().__init__(settings, store, learner_factory, **(values | {"make_background": AwaitedWork}))
-        self._judging.runner.max_read_seconds = _JUDGE_SECONDS  # else a busy machine leaves groups for the next step
+        self._judge_runner.max_read_seconds = _JUDGE_SECONDS  # else a busy machine leaves groups for the next step
 
     def _collect_verdicts(self, now: float) -> bool:
         self._judge_wait_seconds = _JUDGE_SECONDS if judge_samples.pause.is_set() else _PAUSED_SECONDS
