@@ -125,16 +125,16 @@ def made(root: Path, number: int) -> Path:
 def test_what_serves_what_is_pinned_the_newest_and_the_best_stay() -> None:
     policies = [policy(version) for version in range(10)]
     policies[3] = policy(3, PolicyState.LIVE)
-    kept = retained(policies, pinned={2}, best=[5, 4], newest=2, states=1)
-    assert kept.folders == {9, 8, 3, 2, 5}
-    assert kept.states == {9, 5, 3}  # a roll back goes on from the live one
+    folders, states = retained(policies, pinned={2}, best=[5, 4], newest=2, states=1)
+    assert folders == {9, 8, 3, 2, 5}
+    assert states == {9, 5, 3}  # a roll back goes on from the live one
 
 
 def test_a_folder_that_a_kept_version_shares_stays_with_its_state() -> None:
     policies = [policy(version) for version in range(6)]
     policies[5] = msgspec.structs.replace(policy(5, PolicyState.LIVE), adapter="/c/2", prompt_id="prm_1")
-    kept = retained(policies, pinned=(), best=[], newest=1, states=1)
-    assert (kept.folders, kept.states) == ({5, 2}, {5, 2})
+    folders, states = retained(policies, pinned=(), best=[], newest=1, states=1)
+    assert (folders, states) == ({5, 2}, {5, 2})
 
 
 def test_the_best_version_is_known_by_enough_scores_and_is_never_the_base_model() -> None:

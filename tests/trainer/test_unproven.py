@@ -99,10 +99,10 @@ def test_every_unproven_version_makes_what_the_live_one_samples_a_version_older(
 def test_where_training_goes_on_keeps_its_state_however_many_were_rejected_since() -> None:
     states = {"v1": PolicyState.LIVE, "v2": PolicyState.UNPROVEN, "v3": PolicyState.UNPROVEN}
     known = versions(**states, **{f"v{number}": PolicyState.REJECTED for number in range(4, 9)})
-    kept = retained(known, pinned=(), best=[], newest=2, states=1)
-    assert {1, 3} <= kept.states
-    assert {1, 3} <= kept.folders
-    assert 2 not in kept.folders
+    folders, states = retained(known, pinned=(), best=[], newest=2, states=1)
+    assert {1, 3} <= states
+    assert {1, 3} <= folders
+    assert 2 not in folders
 
 
 def test_no_context_is_evidence_twice_and_short_rows_give_what_they_have() -> None:

@@ -181,7 +181,7 @@ class LearnerWork:
         """
         settings, alias = self._settings, self._settings.model
         in_use = versions_in_use(self._store, alias, time.time())
-        kept = retained(
+        folders, states = retained(
             self._store.policies.all(alias),
             pinned=in_use,
             best=self._best_versions(),
@@ -189,9 +189,9 @@ class LearnerWork:
             states=settings.keep_optimizer_states,
         )
         for old in self._store.policies.all(alias):  # marked first: nobody can promote a half-removed version
-            if old.version not in kept.folders and old.adapter and old.pruned_at is None:
+            if old.version not in folders and old.adapter and old.pruned_at is None:
                 self._store.policies.prune(alias, old.version, time.time())
-        removed = self._adapters.prune(settings.versions, kept.folders, kept.states)
+        removed = self._adapters.prune(settings.versions, folders, states)
         if removed:
             log.info("event=versions_pruned alias=%s versions=%s", alias, ",".join(map(str, removed)))
         return bool(in_use)
@@ -220,14 +220,6 @@ _MIN_SCORES = 16  # of a version that is compared with others
 _ROLLOUT_TIMEOUT = 3600.0  # seconds that a version is kept for a planned rollout that has not ended
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Version numbers: those whose folder stays, and those of them whose optimizer state stays."""
-
-    folders: Set[int]
-    states: Set[int]
-
-
 def versions_in_use(store: Store, alias: str, now: float) -> set[int]:
     """Return the versions that a proxy has trajectories pinned to, or that planned rollouts of the tuner need."""
     proxies = store.proxy_instances.running(alias, now - PROXY_TIMEOUT_SECONDS)
@@ -238,8 +230,10 @@ def versions_in_use(store: Store, alias: str, now: float) -> set[int]:
 
 def retained(
     policies: Sequence[Policy], *, pinned: Collection[int], best: Sequence[int], newest: int, states: int
-) -> Retention:
-    """Return what stays: `newest` versions with their folder, `states` of them with their state; `best`, best first."""
+) -> tuple[set[int], set[int]]:
+    """Return the versions whose folder stays, and those of them whose optimizer state stays: of the `newest` versions
+    and of `states` of them, and of the `best` ones, the best first.
+    """
     versions = sorted((policy.version for policy in policies if policy.version != BASE_VERSION), reverse=True)
     serving = {policy.version for policy in policies if policy.state in _KEPT}
     # Training continues from the newest version that is not rejected: it may be unproven, or the live one after a
@@ -247,7 +241,7 @@ def retained(
     trained = [policy.version for policy in policies if policy.state is not PolicyState.REJECTED and policy.round_id]
     with_state = {*versions[:states], *best[:states], *serving, *trained[-1:]}
     with_folder = {*versions[:newest], *serving, *pinned, *with_state}
-    return Retention(folders=_sharing(policies, with_folder), states=_sharing(policies, with_state))
+    return _sharing(policies, with_folder), _sharing(policies, with_state)
 
 
 def _sharing(policies: Sequence[Policy], versions: Set[int]) -> Set[int]:
