@@ -14,6 +14,7 @@ import httpx
 import msgspec
 import pytest
 
+from ratchet.store.operation_records import JobProgress
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import (
     CheckpointDamaged,
@@ -36,7 +37,7 @@ from ratchet.trainer.learner_service.operations import (
     decode_request,
 )
 from ratchet.trainer.learner_service.process import ServiceAddress
-from ratchet.trainer.observability.progress import PhaseProgress, Progress
+from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests import house
@@ -207,7 +208,7 @@ def test_rounds_report_their_progress_and_that_they_wait(
     host: ScriptedHost, connection: LearnerConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    seen: list[PhaseProgress] = []
+    seen: list[JobProgress] = []
     learner, other = learner_of(connection), learner_of(connection, "support")
     learner.report_progress_to(Progress(seen.append))
     other.score([(1,)])

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ratchet.store.operation_records import JobProgress
 from ratchet.store.records import Verdict
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
@@ -24,7 +25,7 @@ from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.lora_linear import use_fused_lora
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
 from ratchet.trainer.learner_api import RoundReport
-from ratchet.trainer.observability.progress import PhaseProgress, Progress
+from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -170,7 +171,7 @@ def test_a_round_that_ran_out_of_memory_leaves_no_gradient_to_the_next(tiny_mode
     fresh, other = (Learner(str(tiny_model), settings) for name in "ab")
     expected = fresh.train_round(rows)
 
-    def meet_the_end(progress: PhaseProgress) -> None:
+    def meet_the_end(progress: JobProgress) -> None:
         if progress.done > 1 and not progress.ended:
             raise RuntimeError("CUDA out of memory")
 

@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 
 from ratchet.store.db.engine import connect
+from ratchet.store.operation_records import JobProgress
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import (
     PeriodicLines,
     PhaseBars,
-    PhaseProgress,
     Progress,
-    RunningMeans,
     StoredProgress,
+    format_log_line,
     watch_for_command,
 )
 
@@ -34,24 +34,23 @@ class Clock:
 
 
 def test_each_metric_has_its_own_divisor() -> None:
-    means = RunningMeans()
-    shown = []
+    seen: list[JobProgress] = []
+    phase = Progress(seen.append).begin("judging", 3)
     for row in ({"tokens": 35.0, "reward": 1.0}, {"tokens": 42.0}, {"tokens": 51.0, "reward": 0.0}):
-        means.add(row)
-        shown.append(round(means.means()["tokens"], 2))
-    assert shown == [35.0, 38.5, 42.67]
-    assert means.means()["reward"] == 0.5
+        phase.add(**row)
+    assert [round(one.means["tokens"], 2) for one in seen[1:]] == [35.0, 38.5, 42.67]
+    assert seen[-1].means["reward"] == 0.5
 
 
 def test_pace_and_time_left_come_from_what_is_done() -> None:
     clock = Clock()
-    seen: list[PhaseProgress] = []
+    seen: list[JobProgress] = []
     phase = Progress(seen.append, clock=clock).begin("judging", 20)
     assert (seen[-1].seconds_per_item, seen[-1].eta_seconds) == (None, None)
     clock.now += 10
     phase.add(4, reward=0.5)
     assert (seen[-1].done, seen[-1].seconds_per_item, seen[-1].eta_seconds) == (4, 2.5, 40.0)
-    assert seen[-1].format_log_line() == "phase=judging done=4 total=20 seconds_per_item=2.5 eta_seconds=40 reward=0.5"
+    assert format_log_line(seen[-1]) == "phase=judging done=4 total=20 seconds_per_item=2.5 eta_seconds=40 reward=0.5"
 
 
 def test_off_the_terminal_long_work_is_a_line_now_and_then_and_short_work_none(
@@ -124,7 +123,7 @@ def test_prometheus_gets_the_same_numbers() -> None:
 
 
 def test_watchers_are_notified_only_of_changes() -> None:
-    seen: list[PhaseProgress] = []
+    seen: list[JobProgress] = []
     phase = Progress(seen.append).begin("gathering", 16)
     phase.at(3.5, 16)
     phase.at(3.5, 16)

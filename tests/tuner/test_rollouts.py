@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from ratchet.store.operation_records import Rollout, Tuning
+from ratchet.store.operation_records import JobProgress, Rollout, Tuning
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import TooManyFailures
-from ratchet.trainer.observability.progress import PhaseProgress, Progress
+from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.tasks import Task
 from ratchet.tuner.rollouts.runner import (
     RolloutJob,
@@ -232,7 +232,7 @@ def test_what_an_agent_prints_stays_out_of_the_commands_data(
 
 
 def test_progress_tells_running_means_of_what_has_them(store: Store, tasks: list[Task], tuning: Tuning) -> None:
-    seen: list[PhaseProgress] = []
+    seen: list[JobProgress] = []
     runner = RolloutRunner(
         store, "http://nowhere", None, Flaky(failures=2), TunerSettings(concurrency=1), progress=Progress(seen.append)
     )

@@ -15,11 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ratchet.store.errors import StoreError
+from ratchet.store.operation_records import JobProgress
 from ratchet.store.records import JudgeRequest, Round
 from ratchet.store.states import ResampleState, RoundState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.observability.progress import PhaseProgress
 from ratchet.trainer.statistics import MeanDifference
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # an additional sample per counter with its creation time
@@ -219,7 +219,7 @@ class TrainerMetrics:
     def evaluating(self, running: bool) -> None:
         self._set("ratchet_evaluation_running", running)
 
-    def progress(self, progress: PhaseProgress) -> None:
+    def progress(self, progress: JobProgress) -> None:
         """Show the progress of a phase. After its end the last values stay until it begins again."""
         self._set("ratchet_progress_items_done", progress.done, progress.phase)
         self._set("ratchet_progress_items", progress.total, progress.phase)

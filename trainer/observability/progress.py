@@ -13,18 +13,18 @@ import math
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 from ratchet.store.errors import StoreError
-from ratchet.store.operation_records import JobProgress, ProgressRate
+from ratchet.store.operation_records import JobProgress
 from ratchet.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -39,52 +39,26 @@ _BAR_WIDTH = 30  # characters
 _WRITE_INTERVAL = 3.0  # seconds between two writes of a phase to the store
 
 
-class RunningMeans:
-    """Means of named metrics; each metric counts only the rows that have it."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._divisors: Counter[str] = Counter()
-
-    def add(self, row: Mapping[str, float]) -> None:
-        for name, value in row.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-            self._divisors[name] += 1
-
-    def means(self) -> dict[str, float]:
-        return {name: total / self._divisors[name] for name, total in self._sums.items()}
+def format_log_line(progress: JobProgress) -> str:
+    parts = [f"phase={progress.phase}", f"done={progress.done:g}", f"total={progress.total:g}"]
+    if progress.seconds_per_item is not None and progress.eta_seconds is not None:
+        parts += [f"seconds_per_item={progress.seconds_per_item:.3g}", f"eta_seconds={progress.eta_seconds:.0f}"]
+    return " ".join([*parts, *(f"{name}={value:.4g}" for name, value in progress.means.items())])
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseProgress(ProgressRate):
-    """The progress of a phase. `seconds` since it began; `means` by metric."""
-
-    phase: str
-    done: float
-    total: float
-    seconds: float
-    means: Mapping[str, float]
-    ended: bool = False
-
-    def format_log_line(self) -> str:
-        parts = [f"phase={self.phase}", f"done={self.done:g}", f"total={self.total:g}"]
-        if self.seconds_per_item is not None and self.eta_seconds is not None:
-            parts += [f"seconds_per_item={self.seconds_per_item:.3g}", f"eta_seconds={self.eta_seconds:.0f}"]
-        return " ".join([*parts, *(f"{name}={value:.4g}" for name, value in self.means.items())])
-
-    def format_sentence(self) -> str:
-        parts = [f"{self.phase} {self.done:g} of {self.total:g}"]
-        if self.seconds_per_item is not None and self.eta_seconds is not None:
-            left = f"{datetime.timedelta(seconds=round(self.eta_seconds))} left"
-            parts += [f"{self.seconds_per_item:.3g} s each", *([] if self.ended else [left])]
-        return ", ".join([*parts, *(f"{name} {value:.4g}" for name, value in self.means.items())])
+def format_sentence(progress: JobProgress) -> str:
+    parts = [f"{progress.phase} {progress.done:g} of {progress.total:g}"]
+    if progress.seconds_per_item is not None and progress.eta_seconds is not None:
+        left = f"{datetime.timedelta(seconds=round(progress.eta_seconds))} left"
+        parts += [f"{progress.seconds_per_item:.3g} s each", *([] if progress.ended else [left])]
+    return ", ".join([*parts, *(f"{name} {value:.4g}" for name, value in progress.means.items())])
 
 
-Watcher = Callable[[PhaseProgress], None]
+Watcher = Callable[[JobProgress], None]
 
 
-def _log_progress(progress: PhaseProgress, alias: str = "") -> None:
-    log.info("event=progress %s%s", f"alias={alias} " if alias else "", progress.format_log_line())
+def _log_progress(progress: JobProgress, alias: str = "") -> None:
+    log.info("event=progress %s%s", f"alias={alias} " if alias else "", format_log_line(progress))
 
 
 class PeriodicLines:
@@ -95,7 +69,7 @@ class PeriodicLines:
         self._write = write
         self._written_at: dict[str, float] = {}  # phase -> its seconds at the last line
 
-    def __call__(self, progress: PhaseProgress) -> None:
+    def __call__(self, progress: JobProgress) -> None:
         before = self._written_at.get(progress.phase, 0.0)
         if progress.seconds < before:  # the phase began again
             before = 0.0
@@ -123,7 +97,7 @@ class PhaseBars:
         self._tasks: dict[str, TaskID] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, progress: PhaseProgress) -> None:
+    def __call__(self, progress: JobProgress) -> None:
         with self._lock:
             task = self._tasks.get(progress.phase)
             if task is None:
@@ -148,7 +122,7 @@ class NotebookBars:
         self._shown: dict[str, tuple[Any, float]] = {}  # phase -> its display, and the phase's seconds at its update
         self._lock = threading.Lock()
 
-    def __call__(self, progress: PhaseProgress) -> None:
+    def __call__(self, progress: JobProgress) -> None:
         from IPython.display import display
 
         with self._lock:
@@ -162,10 +136,10 @@ class NotebookBars:
             self._shown[progress.phase] = handle, progress.seconds
 
     @staticmethod
-    def _text(progress: PhaseProgress) -> str:
+    def _text(progress: JobProgress) -> str:
         done = round(_BAR_WIDTH * min(1.0, progress.done / progress.total)) if progress.total else 0
         bar = "" if progress.ended else f"{'█' * done}{'░' * (_BAR_WIDTH - done)} "
-        return bar + progress.format_sentence()
+        return bar + format_sentence(progress)
 
 
 class StoredProgress:
@@ -187,11 +161,8 @@ class StoredProgress:
     def watch(self, alias: str) -> Watcher:
         """Return the watcher of an agent; it may be called in any thread."""
 
-        def record(progress: PhaseProgress) -> None:
-            row = JobProgress(
-                alias=alias, phase=progress.phase, done=progress.done, total=progress.total, seconds=progress.seconds,
-                means=progress.means, ended=progress.ended, updated_at=time.time(),
-            )  # fmt: skip
+        def record(progress: JobProgress) -> None:
+            row = msgspec.structs.replace(progress, alias=alias, updated_at=time.time())
             with self._lock:
                 self._changed[alias, progress.phase] = row
 
@@ -225,21 +196,23 @@ class Phase:
         self._clock = clock
         self._started_at = clock()
         self._done = 0.0
-        self._means = RunningMeans()
+        self._sums: dict[str, float] = defaultdict(float)  # of each metric
+        self._rows: Counter[str] = Counter()  # that have it
         self._lock = threading.Lock()
 
     def add(self, items: float = 1, **metrics: float) -> None:
         """Count items as done, with a row of metrics."""
         with self._lock:
             self._done += items
-            if metrics:
-                self._means.add(metrics)
+        self.note(**metrics)
         self._notify(self.snapshot())
 
     def note(self, **metrics: float) -> None:
         """Add a row of metrics to the means without counting an item."""
         with self._lock:
-            self._means.add(metrics)
+            for metric, value in metrics.items():
+                self._sums[metric] += value
+                self._rows[metric] += 1
 
     def at(self, done: float, total: float) -> None:
         """Set what is done and the total; watchers are notified only if one changed."""
@@ -252,10 +225,14 @@ class Phase:
     def end(self) -> None:
         self._notify(self.snapshot(ended=True))
 
-    def snapshot(self, ended: bool = False) -> PhaseProgress:
+    def snapshot(self, ended: bool = False) -> JobProgress:
         with self._lock:
             seconds = self._clock() - self._started_at
-            return PhaseProgress(self.name, self._done, self._total, seconds, self._means.means(), ended)
+            means = {metric: total / self._rows[metric] for metric, total in self._sums.items()}
+            return JobProgress(
+                alias="", phase=self.name, done=self._done, total=self._total, seconds=seconds, means=means,
+                ended=ended, updated_at=0.0,
+            )  # fmt: skip
 
 
 class Progress:
@@ -291,7 +268,7 @@ class Progress:
             del self._phases[name]
             phase.end()
 
-    def _notify(self, progress: PhaseProgress) -> None:
+    def _notify(self, progress: JobProgress) -> None:
         for watcher in self._watchers:
             watcher(progress)
 
@@ -304,7 +281,7 @@ def watch_for_service(alias: str) -> Watcher:
     if not sys.stderr.isatty():
         return PeriodicLines(write=partial(_log_progress, alias=alias))
     bars = _service_bars()
-    return lambda progress: bars(replace(progress, phase=f"{alias} {progress.phase}"))
+    return lambda progress: bars(msgspec.structs.replace(progress, phase=f"{alias} {progress.phase}"))
 
 
 @cache
@@ -318,7 +295,7 @@ def watch_for_command() -> Watcher:
         return NotebookBars()
     if sys.stderr.isatty():
         return PhaseBars()
-    return PeriodicLines(write=lambda progress: print_line(progress.format_sentence()))
+    return PeriodicLines(write=lambda progress: print_line(format_sentence(progress)))
 
 
 def print_line(text: str) -> None:
