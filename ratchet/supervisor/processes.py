@@ -1,6 +1,6 @@
 """Services as child processes below their process guards: started in their order, watched, restarted, stopped.
 
-The pid files of a service and its guard exist before the constructor returns. Closing this process's end of the pipe,
+The pid files of a service and its guard exist before `ServiceProcess` returns. Closing this process's end of the pipe,
 on purpose or by exiting, stops the service and its descendants.
 
 A service that exits is restarted after a growing delay, with an alarm meanwhile; the others keep running. Each exit is
@@ -34,52 +34,19 @@ from ratchet.trainer.learner_client import RESTART_WINDOW_SECONDS, RestartBackof
 
 _OPTIONAL_SERVICES = ("trainer", "learner")
 _POLL = 0.1  # seconds
+_STOP_TIMEOUT = 18.0  # seconds for all services together; `down` waits 20
 _TAIL_LINES = 12
 _TAIL_BYTES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What the supervisor does; `seconds` since the start of the service, or of the whole project."""
+    """What the supervisor does; `seconds` since the start of the service, or of the stop."""
 
-    kind: Literal["note", "starting", "waiting", "ready", "all_ready", "exited", "recovered", "stopping", "stopped"]
+    kind: Literal["note", "starting", "ready", "all_ready", "exited", "recovered", "stopping", "stopped"]
     service: str = ""
     text: str = ""
     seconds: float = 0.0
-
-
-def start_in_order(
-    services: Sequence[Service],
-    start: Callable[[Service], ServiceProcess],
-    check: Callable[[], None],
-    report: Callable[[Event], None],
-) -> None:
-    """Start each service once those that it starts after are ready; return when all are ready.
-
-    `check` is called again and again meanwhile, and raises to end that. `report` gets the events of the start. Raises
-    CliError.
-    """
-    waiting, starting, ready = list(services), list[ServiceProcess](), set[str]()
-    while waiting or starting:
-        for service in [one for one in waiting if ready.issuperset(one.starts_after)]:
-            waiting.remove(service)
-            report(Event("starting", service.name))
-            starting.append(start(service))
-        check()
-        for child in tuple(starting):
-            seconds = time.monotonic() - child.started_at
-            if child.service.ready():
-                starting.remove(child)
-                ready.add(child.service.name)
-                report(Event("ready", child.service.name, seconds=seconds))
-            elif seconds > child.service.start_timeout_seconds:
-                raise CliError(
-                    f"{child.service.name} was not ready within {child.service.start_timeout_seconds:.0f} s "
-                    f"(vllm.start_timeout_seconds). Its log {child.log} ends with:\n{child.tail()}"
-                )
-            else:
-                report(Event("waiting", child.service.name, seconds=seconds))
-        time.sleep(_POLL)
 
 
 class ServiceProcess:
@@ -131,6 +98,10 @@ class ServiceProcess:
             except ValueError:
                 pass
         return f"exited with code {code}"
+
+    def log_end(self) -> str:
+        """Return the last lines of its log, with its path."""
+        return f"Its log {self.log} ends with:\n{self.tail()}"
 
     def tail(self) -> str:
         try:
@@ -211,97 +182,149 @@ class ServiceAlarms:
 
 
 @dataclass(slots=True)
-class _ManagedService:
-    """The state of one service: ready, starting, waiting to restart at `restart_at`, or given up."""
+class _Managed:
+    """A service: waiting to start at `start_at`, starting, ready, or given up. Without a process it never started."""
 
+    service: Service
     exits: RestartBackoff
-    starting: bool = False
-    restart_at: float | None = None
+    process: ServiceProcess | None = None
+    start_at: float | None = 0.0
+    is_ready: bool = False
     given_up: bool = False
     reason: str = ""
 
 
-class RestartManager:
-    """Restarts the processes in `children`; a restarted process replaces the one that exited in that list."""
+class Services:
+    """The services of a project: `start` all, then `run_once` again and again restarts those that exit; `stop` all.
+
+    `alarm` gets the name of a service and the reason of its alarm; None clears it.
+    """
 
     def __init__(
         self,
-        children: list[ServiceProcess],
+        services: Sequence[Service],
         state: StateFolder,
         max_restarts: int,
         on_event: Callable[[Event], None],
-        alarm: Callable[[str, str | None], None],  # of a service, with the reason; None clears it
+        alarm: Callable[[str, str | None], None],
     ) -> None:
-        self._children = children
+        self._managed = {one.name: _Managed(one, RestartBackoff(max_restarts)) for one in services}
         self._state = state
         self._max_restarts = max_restarts
         self._on_event = on_event
         self._alarm = alarm
-        self._managed = {child.service.name: _ManagedService(RestartBackoff(max_restarts)) for child in children}
+        self._is_first_start = True
 
+    @property
+    def processes(self) -> dict[str, ServiceProcess]:
+        """The newest process of each service that was started."""
+        return {name: one.process for name, one in self._managed.items() if one.process is not None}
+
+    @property
     def exits(self) -> dict[str, dict[str, Any]]:
-        """Return, by service that exited: how often, the last reason, and whether it was given up."""
+        """By service that exited: how often, the last reason, and whether it was given up."""
         return {
-            name: {"count": managed.exits.count, "reason": managed.reason, "given_up": managed.given_up}
-            for name, managed in self._managed.items()
-            if managed.exits.count
-        }
+            name: {"count": one.exits.count, "reason": one.reason, "given_up": one.given_up}
+            for name, one in self._managed.items() if one.exits.count
+        }  # fmt: skip
+
+    def start(self, check: Callable[[], None], on_start: Callable[[], None] = lambda: None) -> None:
+        """Start each service once those that it starts after are ready; return when all are ready.
+
+        `check` is called again and again meanwhile, and raises to end that; `on_start` after each start. Raises
+        CliError if a service exits or is not ready in time.
+        """
+        while not all(one.is_ready for one in self._managed.values()):
+            before = len(self.processes)
+            self.run_once(time.monotonic())
+            if len(self.processes) > before:
+                on_start()
+            check()
+            time.sleep(_POLL)
+        self._is_first_start = False
+
+    def check(self) -> None:
+        """Raise CliError if a service has ended."""
+        for name, process in self.processes.items():
+            if process.exit_code is not None:
+                raise CliError(
+                    f"{name} (pid {process.pid}) {process.ending()}; stopping the other services. {process.log_end()}"
+                )
 
     def run_once(self, now: float) -> bool:
-        """Do what is due; return whether a service exited or was started. Raises CliError."""
-        changed = [self._check_service(index, now) for index in range(len(self._children))]
+        """Do what is due at `now` (monotonic); return whether a service was started, became ready or exited."""
+        changed = [self._advance(one, now) for one in self._managed.values()]
         return any(changed)
 
-    def _check_service(self, index: int, now: float) -> bool:
-        child = self._children[index]
-        managed = self._managed[child.service.name]
-        if managed.given_up:
+    def stop(self) -> None:
+        """Stop every service: vLLM last, for until then the proxy finishes its running calls."""
+        began = time.monotonic()
+        self._on_event(Event("stopping"))
+        last = [process for name, process in self.processes.items() if name == "vllm"]
+        first = [process for process in self.processes.values() if process not in last]
+        for group in (first, last):
+            for process in group:
+                process.begin_stop()
+            for process in group:
+                process.finish_stop(began + _STOP_TIMEOUT)
+                self._on_event(Event("stopped", process.service.name, seconds=time.monotonic() - began))
+
+    def _advance(self, one: _Managed, now: float) -> bool:
+        if one.given_up:
             return False
-        if managed.restart_at is not None:
-            if now < managed.restart_at or not self._may_start(child.service):
-                return False
-            with signals.defer_signals():  # a signal must not separate starting a process from recording it
-                self._children[index] = ServiceProcess(child.service, self._state)
-            managed.starting, managed.restart_at = True, None
-            return True
-        if child.exit_code is not None:
-            return self._on_exit(child, managed, child.ending(), now)
-        return managed.starting and self._check_ready(child, managed, now)
+        if one.start_at is not None:
+            return now >= one.start_at and self._may_start(one.service) and self._start_process(one)
+        assert one.process is not None
+        if one.process.exit_code is not None:
+            if self._is_first_start:
+                self.check()
+            return self._on_exit(one, one.process, one.process.ending(), now)
+        return not one.is_ready and self._check_ready(one, one.process, now)
 
     def _may_start(self, service: Service) -> bool:
-        """Return whether the service that this one stops for is ready, if there is one."""
-        other = self._managed.get(service.stops_for)
-        return other is None or (other.restart_at is None and not other.starting)
+        """Return whether the services that this one waits for are ready: after the first start, that on its GPU."""
+        waits_for = service.starts_after if self._is_first_start else (service.stops_for,)
+        return all(self._managed[name].is_ready for name in waits_for if name in self._managed)
 
-    def _check_ready(self, child: ServiceProcess, managed: _ManagedService, now: float) -> bool:
-        """Check whether a restarted service is ready. One that takes too long is stopped and counts as an exit."""
-        name, seconds = child.service.name, now - child.started_at
-        if child.service.ready():
-            managed.starting = False
-            self._on_event(Event("recovered", name, seconds=seconds))
-            self._alarm(name, None)
+    def _start_process(self, one: _Managed) -> bool:
+        if self._is_first_start:
+            self._on_event(Event("starting", one.service.name))
+        with signals.defer_signals():  # a signal must not separate starting a process from recording it
+            one.process = ServiceProcess(one.service, self._state)
+        one.start_at = None
+        return True
+
+    def _check_ready(self, one: _Managed, process: ServiceProcess, now: float) -> bool:
+        """Check whether a service is ready. One that takes too long is stopped and counts as an exit."""
+        service, seconds = one.service, now - process.started_at
+        if service.ready():
+            one.is_ready = True
+            self._on_event(Event("ready" if self._is_first_start else "recovered", service.name, seconds=seconds))
+            if not self._is_first_start:
+                self._alarm(service.name, None)
             return True
-        if seconds < child.service.start_timeout_seconds:
+        if seconds < service.start_timeout_seconds:
             return False
-        child.stop_now()
-        reason = f"was not ready within {child.service.start_timeout_seconds:.0f} s"
-        return self._on_exit(child, managed, reason, now)
+        reason = f"was not ready within {service.start_timeout_seconds:.0f} s"
+        if self._is_first_start:
+            raise CliError(f"{service.name} {reason} (vllm.start_timeout_seconds). {process.log_end()}")
+        return self._on_exit(one, process, reason, now)
 
-    def _on_exit(self, child: ServiceProcess, managed: _ManagedService, ending: str, now: float) -> bool:
-        child.stop_now()
-        name, delay = child.service.name, managed.exits.record_exit(now)
+    def _on_exit(self, one: _Managed, process: ServiceProcess, ending: str, now: float) -> bool:
+        process.stop_now()
+        name, delay, log = one.service.name, one.exits.record_exit(now), process.log_end()
         self._stop_dependents(name, now)
-        managed.reason = f"{name} (pid {child.pid}) {ending}"
-        log = f"Its log {child.log} ends with:\n{child.tail()}"
+        one.is_ready = False
+        one.reason = reason = f"{name} (pid {process.pid}) {ending}"
         if delay is not None:
-            managed.restart_at = now + delay
-            self._on_event(Event("exited", name, text=f"{managed.reason}; it restarts in {delay:.0f} s. {log}"))
-            self._alarm(name, f"{managed.reason}; `ratchet up` restarts it, and clears this alarm once it is ready")
+            one.start_at = now + delay
+            self._on_event(Event("exited", name, text=f"{reason}; it restarts in {delay:.0f} s. {log}"))
+            self._alarm(name, f"{reason}; `ratchet up` restarts it, and clears this alarm once it is ready")
             return True
-        managed.given_up = True
-        reason, times = managed.reason, self._max_restarts + 1
+        one.given_up = True
         if self._max_restarts:
-            reason += f"; it exited {times} times within {RESTART_WINDOW_SECONDS / 60:.0f} minutes (max_restarts)"
+            minutes = RESTART_WINDOW_SECONDS / 60
+            reason += f"; it exited {self._max_restarts + 1} times within {minutes:.0f} minutes (max_restarts)"
         if name not in _OPTIONAL_SERVICES:
             raise CliError(f"{reason}; stopping the other services. {log}")
         reason += (
@@ -313,10 +336,9 @@ class RestartManager:
         return True
 
     def _stop_dependents(self, name: str, now: float) -> None:
-        for child in self._children:
-            managed = self._managed[child.service.name]
-            if child.service.stops_for == name and not managed.given_up:
-                child.stop_now()
-                managed.starting, managed.restart_at = False, managed.restart_at or now
-                text = f"{child.service.name}: stopped until {name} is ready, which uses the same GPU"
-                self._on_event(Event("exited", child.service.name, text=text))
+        for other in self._managed.values():
+            if other.service.stops_for == name and other.process is not None and not other.given_up:
+                other.process.stop_now()
+                other.is_ready, other.start_at = False, other.start_at or now
+                text = f"{other.service.name}: stopped until {name} is ready, which uses the same GPU"
+                self._on_event(Event("exited", other.service.name, text=text))

@@ -1,9 +1,4 @@
-"""The supervisor: starts the services of one project, watches them, stops them.
-
-    with Supervisor(settings) as project:        # returns when every service is ready
-        agent(base_url=project.plan.base_url)
-        project.check()                          # raises CliError if a service has ended
-        project.watch()                          # or: restarts services that exit, within limits
+"""The supervisor: checks, starts, watches and stops the services of one project (`up.start_services` shows it).
 
 One supervisor per project. No service outlives it, however it ends. An exit is reported with the end of the service's
 log. vLLM stops last: until then the proxy finishes its calls and drains its journal. It prints nothing; it reports
@@ -17,29 +12,18 @@ import json
 import os
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
 
 from ratchet import __version__
-from ratchet.errors import CliError
 from ratchet.proxy.coordinator.keys import key_cache
 from ratchet.settings.masking import mask_store_url
 from ratchet.settings.project_settings import Settings
 from ratchet.store.store import open_store
 from ratchet.supervisor import preflight_checks, services, signals, vllm_command
 from ratchet.supervisor.pidfile import ProjectLock, stop_leftover_processes
-from ratchet.supervisor.processes import (
-    Event,
-    RestartManager,
-    ServiceAlarms,
-    ServiceProcess,
-    clear_service_alarms,
-    start_in_order,
-)
+from ratchet.supervisor.processes import Event, ServiceAlarms, Services, clear_service_alarms
 from ratchet.supervisor.services import LaunchPlan
 
 _POLL = 0.1  # seconds
-_STOP_TIMEOUT = 18.0  # seconds for all services together; `down` waits 20
 
 
 class Supervisor:
@@ -52,12 +36,14 @@ class Supervisor:
     `models_only`: start the proxy alone, for the models of `model_list`; nothing that needs a base model.
     """
 
+    plan: LaunchPlan  # what is started; there after `prepare`
+
     def __init__(
         self,
         settings: Settings,
         on_event: Callable[[Event], None] = lambda event: None,
         lock: ProjectLock | None = None,
-        check_start: Callable[[], None] | None = None,
+        check_start: Callable[[], None] = lambda: None,
         *,
         models_only: bool = False,
     ) -> None:
@@ -66,122 +52,74 @@ class Supervisor:
         self._check_start = check_start
         self.state = settings.state
         self._on_event = on_event
-        self._children: list[ServiceProcess] = []
+        self._services: Services | None = None
         self._lock = lock
-        self._plan: LaunchPlan | None = None
         self._base_model_checked = models_only
         # Where the services read their settings. A run that needs the proxy only keeps those of the last `up`.
         self._resolved = self.state.resolved_models_only if models_only else self.state.resolved
-
-    @property
-    def plan(self) -> LaunchPlan:
-        """What is started. Available after `prepare`."""
-        if self._plan is None:
-            raise RuntimeError("call prepare() first")
-        return self._plan
-
-    @property
-    def pids(self) -> dict[str, int]:
-        return {child.service.name: child.pid for child in self._children}
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def prepare(self) -> LaunchPlan:
         """Run every check, acquire the project's lock and choose ports; start nothing yet.
 
         Raises CliError, ProxyError and StoreError.
         """
+        model = None
         if not self._models_only:
             vllm_command.check_installed(self.settings)
-            vllm_command.check_model(self.settings.base_model)
+            model = vllm_command.check_model(self.settings.base_model)
         self.state.make(min_free_disk_mb=self.settings.min_free_disk_mb)
         if self._lock is None:
             self._lock = ProjectLock(self.state)
-        if not self._models_only:
-            model = vllm_command.check_model(self.settings.base_model)
+        if model is not None:
             if not vllm_command.is_folder(model):
                 preflight_checks.check_hub_model(model)
             preflight_checks.check_adapter_store(self.settings)
         for name in stop_leftover_processes(self.state):
             self._note(f"{name} was left over from a run that was killed; it has been stopped")
         plan = services.plan_models_only if self._models_only else services.plan_services
-        self._plan = plan(self.settings, config=self._resolved)
+        self.plan = plan(self.settings, config=self._resolved)
         self._prepare_store()
-        for note in self._plan.notes:
+        for note in self.plan.notes:
             self._note(note)
-        return self._plan
+        return self.plan
 
     def start(self) -> None:
-        """Start every service and return when all are ready.
-
-        Raises what `prepare` does.
-        """
-        if self._plan is None:
-            self.prepare()
-        began = time.monotonic()
-        services.write_resolved_settings(self.plan.settings, self._resolved)
+        """Start every service that `prepare` planned, and return when all are ready. Raises CliError."""
+        plan, began = self.plan, time.monotonic()
+        services.write_resolved_settings(plan.settings, self._resolved)
         self._write_learner_token()
-        start_in_order(self.plan.services, self._start_service, self._check_while_starting, self._on_event)
+        alarms = ServiceAlarms(self.settings.store_url, self._on_event)
+        self._services = Services(plan.services, self.state, self.settings.max_restarts, self._on_event, alarms)
+        self._services.start(self._check_start, self._write_run_state)
         if not self._base_model_checked:  # vLLM has downloaded its files by now
             with contextlib.closing(open_store(self.settings.store_url, create=False)) as store:
                 preflight_checks.check_base_model(self.settings, store, self._note, serves=True)
         self._write_run_state(ready=True)
-        self._on_event(Event("all_ready", text=self.plan.base_url, seconds=time.monotonic() - began))
+        self._on_event(Event("all_ready", text=plan.base_url, seconds=time.monotonic() - began))
 
     def check(self) -> None:
-        for child in self._children:
-            if child.exit_code is not None:
-                raise CliError(
-                    f"{child.service.name} (pid {child.pid}) {child.ending()}; stopping the other services. "
-                    f"Its log {child.log} ends with:\n{child.tail()}"
-                )
+        """Raise CliError if a service has ended."""
+        if self._services is not None:
+            self._services.check()
 
-    def watch(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Restart services that exit until `stopped` returns True.
-
-        Raises CliError if a required one is given up.
-        """
-        alarms = ServiceAlarms(self.settings.store_url, self._on_event)
-        restarts = RestartManager(self._children, self.state, self.settings.max_restarts, self._on_event, alarms)
-        while not stopped():
-            if restarts.run_once(time.monotonic()):
-                self._write_run_state(ready=True, exits=restarts.exits())
+    def watch(self) -> None:
+        """Restart services that exit. Raises CliError if a required one is given up."""
+        assert self._services is not None, "start() comes first"
+        while True:
+            if self._services.run_once(time.monotonic()):
+                self._write_run_state(ready=True)
             time.sleep(_POLL)
 
     def stop(self) -> None:
         """Stop every service. Safe at any moment and more than once; Ctrl-C does not interrupt it."""
         with signals.ignore_signals():
-            if self._children:
-                self._stop_services()
+            started, self._services = self._services, None
+            if started is not None and started.processes:
+                started.stop()
                 self.state.learner_token.unlink(missing_ok=True)
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
-
-    def _stop_services(self) -> None:
-        began = time.monotonic()
-        self._on_event(Event("stopping"))
-        # Until vLLM stops, the proxy finishes its running calls and drains its journal.
-        last = [child for child in self._children if child.service.name == "vllm"]
-        first = [child for child in self._children if child not in last]
-        for children in (first, last):
-            for child in children:
-                child.begin_stop()
-            for child in children:
-                child.finish_stop(began + _STOP_TIMEOUT)
-                self._on_event(Event("stopped", child.service.name, seconds=time.monotonic() - began))
-        self._children.clear()
 
     def _prepare_store(self) -> None:
         """Create the schema and version 0 before the services read either. Raises CliError, ProxyError."""
@@ -196,17 +134,6 @@ class Supervisor:
     def _note(self, text: str) -> None:
         self._on_event(Event("note", text=text))
 
-    def _start_service(self, service: services.Service) -> ServiceProcess:
-        with signals.defer_signals():  # a signal must not separate starting a process from recording it
-            self._children.append(ServiceProcess(service, self.state))
-        self._write_run_state()
-        return self._children[-1]
-
-    def _check_while_starting(self) -> None:
-        self.check()
-        if self._check_start is not None:
-            self._check_start()
-
     def _write_learner_token(self) -> None:
         """Keep the token of the learner that `up` starts where `doctor` finds it."""
         self.state.learner_token.unlink(missing_ok=True)
@@ -214,8 +141,9 @@ class Supervisor:
             self.state.learner_token.touch(mode=0o600)
             self.state.learner_token.write_text(self.plan.learner_token)
 
-    def _write_run_state(self, *, ready: bool = False, exits: dict[str, Any] | None = None) -> None:
+    def _write_run_state(self, *, ready: bool = False) -> None:
         """Write running.json for `status`, `doctor` and `up --detach`."""
+        started = self._services
         record = {
             "pid": os.getpid(),
             "ready": ready,
@@ -231,8 +159,8 @@ class Supervisor:
             "vllm_command": str(self.plan.vllm),
             "store": mask_store_url(self.settings.store_url),
             "started_at": time.time(),
-            "services": self.pids,
-            "exits": exits or {},
+            "services": {name: one.pid for name, one in started.processes.items()} if started else {},
+            "exits": started.exits if started else {},
         }
         temporary = self.state.running.with_suffix(".new")
         temporary.write_text(json.dumps(record, indent=2) + "\n")

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from ratchet.errors import CliError
 from ratchet.settings.agents_watch import changed_agents, with_agents_of
@@ -70,7 +69,7 @@ def start_services(
     *,
     models_only: bool = False,
 ) -> Iterator[Supervisor]:
-    """Start the services; they stop at the end of the block, however it ends. Raises what `Supervisor.start` does.
+    """Start the services; they stop at the end of the block, however it ends. Raises what `Supervisor.prepare` does.
 
     `check` is called while they start, and raises to stop that; None: a signal does, because this process is a command.
     `models_only`: start the proxy alone, for the models of `model_list`.
@@ -78,7 +77,7 @@ def start_services(
     if check is None:
         signals.install_handlers()
     with StartupDisplay() as show:
-        supervisor = Supervisor(settings, show, lock, check, models_only=models_only)
+        supervisor = Supervisor(settings, show, lock, check or (lambda: None), models_only=models_only)
         try:
             supervisor.prepare()
             if models_only:
@@ -226,29 +225,20 @@ def _running_json(state: StateFolder) -> dict[str, Any]:
 
 
 class StartupDisplay:
-    """Shows the supervisor's events: moving bars on a terminal, else one line each. It restores the cursor."""
+    """Prints the supervisor's events as lines on stderr; on a terminal also what starts, while services start."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
-        self._tasks: dict[str, TaskID] = {}
-        self._progress = Progress(
-            SpinnerColumn(finished_text="[green]✓"),
-            TextColumn("{task.description:<8}"),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[state]}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
+        self._starting: list[str] = []
+        self._spinner = self._console.status("")
 
     def __enter__(self) -> Self:
-        self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop_bars()
+        self._spinner.stop()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -256,25 +246,23 @@ class StartupDisplay:
         name, after = event.service, f"after {event.seconds:.1f} s"
         lines = {
             "note": event.text,
+            "starting": f"{name}: starting",
+            "ready": f"{name}: ready {after}",
             "exited": f"{now} {event.text}",
             "recovered": f"{now} {name}: ready again {after}",
             "stopping": "stopping ...",
             "stopped": f"{name}: stopped {after}",
         }
-        if self._progress.disable:
-            lines |= {"starting": f"{name}: starting", "ready": f"{name}: ready {after}"}
-        if event.kind == "starting":
-            self._tasks[name] = self._progress.add_task(name, total=None, state="starting")
-        elif event.kind == "ready":
-            self._progress.update(self._tasks[name], total=1, completed=1, state="ready")
-        elif event.kind in ("all_ready", "stopping"):
-            self._stop_bars()
         if event.kind in lines:
             self._console.print(lines[event.kind], soft_wrap=True, markup=False)
-
-    def _stop_bars(self) -> None:
-        if not self._progress.disable:  # older releases of rich print an empty line for disabled bars
-            self._progress.stop()
+        if event.kind == "starting":
+            self._starting.append(name)
+            self._spinner.start()
+        elif event.kind == "ready":
+            self._starting.remove(name)
+        elif event.kind in ("all_ready", "stopping"):
+            self._spinner.stop()
+        self._spinner.update(f"starting {', '.join(self._starting)}")
 
 
 # `ratchet reload`: the agents of a changed ratchet.yaml join and leave a project that is up. The services watch the
