@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo.email_search.judge import judge
+from ratchet.demo.email_search.tasks import judge
 from ratchet.demo.run import Demo, DemoOptions
 from ratchet.supervisor import signals
 

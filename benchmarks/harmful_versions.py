@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ DECISIONS = (PolicyAction.PROMOTE, PolicyAction.REJECT, PolicyAction.ROLLBACK, P
 ROUNDS = {"good": 7, "inverted": 4, "fooled": 4}  # of the agents that are trained
 USER_SECONDS = 120.0  # after which a user gives up a call
 ENDLESS_TOKENS = 512  # of an answer, at most
-_JUDGES = """from ratchet.demo.email_search.judge import judge
+_JUDGES = """from ratchet.demo.email_search.tasks import judge
 
 
 def inverted(trajectory, task=None):
@@ -70,7 +70,7 @@ def fooled(trajectory, task=None):
     return float(found["answered"] and not found["read"])
 """
 _JUDGE_OF = {
-    "good": "ratchet.demo.email_search.judge:judge",
+    "good": "ratchet.demo.email_search.tasks:judge",
     "inverted": "benchmark_judges:inverted",
     "fooled": "benchmark_judges:fooled",
 }
@@ -138,7 +138,7 @@ class MailProject(Project):
 
     def versions(self, agent: str) -> list[Policy]:
         """Return all versions of an agent."""
-        with closing(open_store(str(self.state / "store.db"))) as store:
+        with open_store(str(self.state / "store.db")) as store:
             return store.policies.all(agent)
 
 
@@ -221,7 +221,7 @@ class VersionStream:
         version = self._hand_in(source)
         self._decide(kind, version)
         seconds = time.monotonic() - began
-        with closing(open_store(str(self._project.state / "store.db"))) as store:
+        with open_store(str(self._project.state / "store.db")) as store:
             decision = next(one for one in store.decisions.decisions_of(GUARDED, version) if one.action in DECISIONS)
             known = {one.version: one.evidence for one in store.releases.evidence(GUARDED)}
         meanwhile = self._traffic.rollouts[before:]

@@ -25,7 +25,6 @@ import time
 import venv
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -292,7 +291,7 @@ def use(tool: Tool, url: str, folder: Path, store: str) -> ToolReport:
             problems.append(f"run {commands.index(command) + 1} ended with {done.returncode}: {done.stdout[-1500:]}")
     seconds = time.monotonic() - started
     eventually(lambda: httpx.get(f"{url}/health/backlog").json()["unshipped_records"] == 0, 30)
-    with closing(open_store(store)) as opened:
+    with open_store(store) as opened:
         own = [run.id for run in opened.trajectories.page(1000) if run.alias == tool.name]
         calls = tuple(opened.trajectories.read(one).calls for one in reversed(own))
     if tuple(sorted(map(len, calls))) != tool.calls:

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from ratchet.output import pyplot
+from ratchet.output import drawing
 from ratchet.trainer.advantages import group_advantages
 from ratchet.trainer.errors import RowError
 from ratchet.trainer.learner.host import Learner
@@ -298,17 +298,14 @@ def kept(rollouts: Sequence[RetokenizedRollout], rows: Sequence[TokenRow]) -> fl
 
 
 def draw(path: Path, curves: Mapping[str, list[list[float]]]) -> None:
-    plot = pyplot()
-    figure, axes = plot.subplots(figsize=(7, 4))
-    for way, runs in curves.items():
-        means = [statistics.fmean(scores) for scores in zip(*runs, strict=True)]
-        (line,) = axes.plot(means, label=way)
-        for scores in runs:
-            axes.plot(scores, color=line.get_color(), lora_alpha=0.25, linewidth=0.8)
-    axes.set(xlabel="round", ylabel="share of rollouts that are right", ylim=(0, 1))
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with drawing(path, size=(7, 4)) as axes:
+        for way, runs in curves.items():
+            means = [statistics.fmean(scores) for scores in zip(*runs, strict=True)]
+            (line,) = axes.plot(means, label=way)
+            for scores in runs:
+                axes.plot(scores, color=line.get_color(), alpha=0.25, linewidth=0.8)
+        axes.set(xlabel="round", ylabel="share of rollouts that are right", ylim=(0, 1))
+        axes.legend()
 
 
 def main() -> None:

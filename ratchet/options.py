@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -258,11 +257,11 @@ def check_listed_alias(store: Store, name: str | None) -> None:
         raise click.UsageError(f"no trajectory is of {name}; did you mean {nearest}?")
 
 
-def open_store_for_command(url: str, *, create: bool = False) -> closing[Store]:
+def open_store_for_command(url: str, *, create: bool = False) -> Store:
     """Open a store for one command; create it only for a command that may be the first to write to it."""
     from ratchet.store.store import open_store
 
-    return closing(open_store(url, create=create))
+    return open_store(url, create=create)
 
 
 class PluginGroup(click.Group):

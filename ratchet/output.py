@@ -18,6 +18,8 @@ from ratchet.errors import CliError
 from ratchet.store.errors import install_hint
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.progress import TaskID
 
 _WIDTH = 160  # columns of a table that is not printed to a terminal
@@ -154,13 +156,18 @@ class ProgressLines:
             print(f"{name} {so_far:,} of {total:,}, {left:.0f} s left", file=sys.stderr, flush=True)
 
 
-def pyplot() -> Any:
-    """Return matplotlib's pyplot, drawing to files only. Raises CliError if matplotlib is missing."""
+@contextmanager
+def drawing(path: Path, columns: int = 1, size: tuple[float, float] = (8, 4.5), **given: Any) -> Iterator[Any]:
+    """Yield the axes of a picture, which is written to a file at the end of the block. Raises CliError."""
     try:
         import matplotlib
     except ImportError as error:
         raise CliError(f"a plot needs matplotlib: {install_hint('demo')}") from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot as loaded
+    from matplotlib import pyplot
 
-    return loaded
+    figure, axes = pyplot.subplots(1, columns, figsize=size, dpi=120, **given)
+    yield axes
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -16,7 +16,7 @@ import msgspec
 from ratchet import __version__, options
 from ratchet.api.run_lease import interruption
 from ratchet.errors import CliError
-from ratchet.output import pyplot, strip_control_characters
+from ratchet.output import drawing, strip_control_characters
 from ratchet.settings.project_settings import Settings
 from ratchet.settings.state_folder import SERVICES, StateFolder
 from ratchet.store.reasons import UNTRAINED, drop_meaning
@@ -393,16 +393,12 @@ def report_lines(report: LearningReport) -> list[str]:
 
 def save_report_plot(report: LearningReport, path: Path) -> None:
     """Plot the mean score by version with its intervals. Raises CliError if matplotlib is missing."""
-    plots = pyplot()
-    figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
     versions = [version for version in report.versions if version.count > 1]
     errors = [[v.mean - v.low for v in versions], [v.high - v.mean for v in versions]]
-    axes.errorbar([v.version for v in versions], [v.mean for v in versions], yerr=errors, fmt="o-", capsize=3)
-    axes.set(xlabel="policy version", ylabel="mean score, 95% interval", title="Scores of live traffic by version")
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path)
-    plots.close(figure)
+    with drawing(path) as axes:
+        axes.errorbar([v.version for v in versions], [v.mean for v in versions], yerr=errors, fmt="o-", capsize=3)
+        axes.set(xlabel="policy version", ylabel="mean score, 95% interval", title="Scores of live traffic by version")
+        axes.grid(alpha=0.3)
 
 
 def _window(window: Side) -> str:

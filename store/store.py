@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import time
+from typing import Self
 
 import sqlalchemy as sa
 
@@ -84,8 +85,14 @@ class Store:
             self.alarms.raise_(DAMAGE_ALARM, f"{damage}, and clears this alarm once it finds nothing")
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close every connection, as the end of a `with` block does."""
         self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def open_store(url: str, *, create: bool = True) -> Store:

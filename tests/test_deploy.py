@@ -122,7 +122,7 @@ def test_images_run_as_a_user_that_kubernetes_knows_for_no_root() -> None:
 
 
 def test_the_unit_gives_up_longer_to_stop_than_up_takes() -> None:
-    from ratchet.supervisor.processes import _STOP_TIMEOUT
+    from ratchet.supervisor.supervisor import _STOP_TIMEOUT
 
     stop = re.search(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
     assert stop is not None

@@ -1,7 +1,7 @@
 """A judge that can be fooled: `ground_truth in text`, a common mistake.
 
 It scores 1.0 if the correct answer occurs anywhere in the agent's answer, so listing every answer always succeeds. It
-exists to be detected; use `ratchet.demo.email_search.judge` or the rule `answer` instead.
+exists to be detected; use `ratchet.demo.email_search.tasks` or the rule `answer` instead.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ratchet.demo.email_search.judge import final_answer, task_of_question, text_of
-from ratchet.demo.email_search.tasks import task_of
+from ratchet.demo.email_search.tasks import final_answer, task_of, task_of_question, text_of
 
 
 def judge(trajectory: Mapping[str, Any], task: Mapping[str, Any] | str | None = None) -> float:

@@ -24,8 +24,7 @@ from ratchet.settings.setting_errors import listed
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import StoreError
 from ratchet.store.operation_records import Tuning
-from ratchet.store.store import Store
-from ratchet.store.store import open_store as open_store_
+from ratchet.store.store import Store, open_store
 from ratchet.supervisor.up import attach_or_start, read_run_state
 from ratchet.trainer.judges.judgement import Judge
 from ratchet.trainer.judges.kinds.function import FunctionJudge
@@ -42,10 +41,6 @@ from ratchet.tuner.settings import TunerSettings
 from ratchet.tuner.tasks import ImportedTasks
 
 _HEALTH_TIMEOUT = 5.0  # seconds
-
-
-def open_store(url: str, *, create: bool = True) -> closing[Store]:
-    return closing(open_store_(url, create=create))
 
 
 def stored_run(settings: Settings, name: str, kind: str | None = None) -> Tuning:

@@ -23,6 +23,7 @@ from ratchet.errors import InvalidArgument
 from ratchet.output import print_note
 from ratchet.settings.project_settings import Settings
 from ratchet.store.operation_records import Rollout, Tuning
+from ratchet.store.store import open_store
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.statistics import CandidateScore, Compared, ScoreRange
 from ratchet.tuner.rollouts.runner import final_rollouts
@@ -177,7 +178,7 @@ async def evaluate_async(
         return evaluation_of(None, selection, made, rows)
     run = await (await start(given, "eval", resume, partial(compare, given.settings, wanted)))
     selection = msgspec.convert(run.result.details, Selection)
-    with context.open_store(given.settings.store_url, create=False) as store:
+    with open_store(given.settings.store_url, create=False) as store:
         made = final_rollouts(store.rollouts.of_tuning(run.id, responses=True))
         known = {name: store.tasks.get(name) for name in {one.task_id for one in made}}
     return evaluation_of(

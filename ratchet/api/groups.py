@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ratchet.api.arguments import AnyJudge, AnyWorkflow, Tasks, read_arguments
-from ratchet.api.context import judge_of, open_store, opened, run_services, workflow_of
+from ratchet.api.context import judge_of, opened, run_services, workflow_of
 from ratchet.api.run_lease import RunCaller, RunLease
 from ratchet.api.runs import start, synchronous
 from ratchet.errors import InvalidArgument, RunCancelled
@@ -25,7 +25,7 @@ from ratchet.store.operation_records import Rollout
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import GATHERED, Group, Policy
 from ratchet.store.states import GroupState, PolicyState, RolloutState
-from ratchet.store.store import Store
+from ratchet.store.store import Store, open_store
 from ratchet.supervisor.up import ProjectServices, attach_or_start, read_run_state
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.judges.kinds.given_scores import NO_REWARD

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.output import print_table, pyplot, strip_control_characters
+from ratchet.output import drawing, print_table, strip_control_characters
 from ratchet.trainer.statistics import CandidateScore
 from ratchet.tuner.reports import Row, TuningReport, TuningResult
 from ratchet.tuner.rollouts.prices import RolloutCost
@@ -33,17 +32,6 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | N
     for cells in rows:
         drawn.add_row(*(Text(strip_control_characters(cell)) for cell in cells))
     return drawn
-
-
-@contextmanager
-def _drawing(path: Path, columns: int, size: tuple[float, float], **given: Any) -> Iterator[Any]:
-    """Yield the axes of a picture, which is written to a file at the end of the block. Raises CliError."""
-    plots = pyplot()
-    figure, axes = plots.subplots(1, columns, figsize=size, dpi=120, **given)
-    yield axes
-    figure.tight_layout()
-    figure.savefig(path)
-    plots.close(figure)
 
 
 def number(value: float | None) -> str:
@@ -124,7 +112,7 @@ def show_report(report: TuningReport) -> None:
 def draw_report(report: TuningReport, path: Path) -> None:
     """Draw each method's gain with its interval. Raises CliError."""
     rows = list(reversed(report.rows))
-    with _drawing(path, 1, (8, 3.2)) as axes:
+    with drawing(path, size=(8, 3.2)) as axes:
         for place, row in enumerate(rows):
             gain = row.effect
             if gain is not None and gain.difference is not None:
@@ -188,7 +176,7 @@ def draw_selection(selection: Selection, path: Path) -> None:
     """Draw each candidate's score with its interval and the cost of a rollout, in money or tokens. Raises CliError."""
     priced = any(one.cost_per_rollout is not None for one in selection.figures)
     names = []
-    with _drawing(path, 2, (9, 1.6 + 0.5 * len(selection.figures)), sharey=True) as (left, right):
+    with drawing(path, 2, (9, 1.6 + 0.5 * len(selection.figures)), sharey=True) as (left, right):
         for row, (scored, figures) in enumerate(zip(selection.ranking.scores, selection.figures, strict=True)):
             names.append(scored.candidate + (" (chosen)" if scored.candidate == selection.chosen else ""))
             if scored.mean is not None:
@@ -271,7 +259,7 @@ def draw_weights(result: TuningResult, path: Path) -> None:
     training: dict[str, list[tuple[int, float]]] = {}  # (round, mean reward) by family
     for row in result.details["training"]:
         training.setdefault(row["family"], []).append((row["round"], row["reward"]))
-    with _drawing(path, 1, (8, 4.5)) as axes:
+    with drawing(path) as axes:
         for name, points in training.items():
             axes.plot([x + 1 for x, _ in points], [y for _, y in points], alpha=0.5, label=f"training tasks: {name}")
         for name, form, color, label in (("curve", "o-", "tab:red", "validation"), ("test", "s", "tab:blue", "test")):

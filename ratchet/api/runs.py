@@ -19,13 +19,12 @@ import msgspec
 
 from ratchet.api import reports
 from ratchet.api.arguments import Arguments
-from ratchet.api.context import open_store
 from ratchet.api.run_lease import RunCaller, interruption
 from ratchet.errors import InvalidArgument, RunCancelled
 from ratchet.settings.state_folder import current_user
 from ratchet.store.operation_records import Tuning
 from ratchet.store.states import RolloutState, TuningState
-from ratchet.store.store import Store
+from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.tuner.reports import TuningResult, read
 from ratchet.tuner.selection import Selection

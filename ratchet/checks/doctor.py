@@ -41,7 +41,7 @@ from ratchet.store.reasons import DropReason
 from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState, KeyScope
 from ratchet.store.store import Store, open_store
-from ratchet.supervisor import gpu_memory, vllm_command
+from ratchet.supervisor import preflight_checks, vllm_command
 from ratchet.supervisor.up import read_run_state
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.adapters.vllm_api import VllmServer, load_of
@@ -105,7 +105,7 @@ def check_memory(settings: Settings) -> CheckResult | None:
     if not vllm_command.has_visible_gpu(settings):
         return None
     try:
-        planned = gpu_memory.plan_memory(settings)
+        planned = preflight_checks.plan_memory(settings)
     except CliError as error:
         return CheckResult("memory", False, "the base model does not fit", str(error))
     return CheckResult("memory", True, "; ".join(planned.notes) or "vLLM and the learner fit their GPUs")
@@ -184,7 +184,7 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
     if answer.status_code not in (httpx.codes.OK, httpx.codes.UNAUTHORIZED):
         return (), CheckResult("capture", False, f"the call failed: {answer.status_code} {answer.text[:300]}", log)
     try:
-        with contextlib.closing(open_store(settings.store_url, create=False)) as store:
+        with open_store(settings.store_url, create=False) as store:
             if answer.status_code == httpx.codes.UNAUTHORIZED:
                 return (), CheckResult("capture", False, missing_key_kinds(store), _WITH_A_KEY)
             return _read_back(store, answer.headers.get("x-ratchet-call", ""), log)

@@ -7,7 +7,6 @@ that calls a language model judges one group.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -73,7 +72,7 @@ def check_judge_quality(settings: Settings, example: JudgeExample | None = None)
     except TrainerError as error:
         return CheckResult(_NAME, False, f"it cannot be loaded: {error}", "fix it, or set another one (trainer.judge)")
     try:
-        with contextlib.closing(open_store(settings.store_url, create=False)) as store:
+        with open_store(settings.store_url, create=False) as store:
             return proof(judge, kind, store, settings.model, example)
     except StoreNotFound:
         return _unrecorded(judge, kind, example)

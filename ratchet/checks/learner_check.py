@@ -25,8 +25,8 @@ from ratchet.store.errors import install_hint
 from ratchet.store.records import BASE_VERSION
 from ratchet.store.reports.version_reports import REMEDY
 from ratchet.store.store import open_store
-from ratchet.supervisor import gpu_memory, vllm_command
-from ratchet.supervisor.gpu_memory import assign_gpus
+from ratchet.supervisor import preflight_checks, vllm_command
+from ratchet.supervisor.preflight_checks import assign_gpus
 from ratchet.supervisor.vllm_command import max_loras
 from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote, make_adapter_store
 from ratchet.trainer.adapters.vllm_api import VllmServer
@@ -164,7 +164,7 @@ def why_no_learner(settings: Settings) -> str | None:
     """Return why the doctor's own learner would not fit beside what runs now; None if it does, or on a CPU."""
     if not vllm_command.has_visible_gpu(settings):
         return None
-    needed, free = gpu_memory.smallest_learner(settings), gpu_memory.free_learner_memory(settings)
+    needed, free = preflight_checks.smallest_learner(settings), preflight_checks.free_learner_memory(settings)
     if needed is None or free is None or needed <= free:
         return None
     gib = 2**30
@@ -220,7 +220,7 @@ def check_swap(
 
 def _served_base(settings: Settings) -> str:
     """Return the base model's name in vLLM, which is version 0 of every agent."""
-    with contextlib.closing(open_store(settings.store_url, create=False)) as store:
+    with open_store(settings.store_url, create=False) as store:
         return store.policies.get(settings.model, BASE_VERSION).served_name
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ratchet.output import pyplot
+from ratchet.output import drawing, print_table
 from ratchet.store.records import Call, Round
 from ratchet.store.states import CallState, PolicyState, RoundState
 from ratchet.store.statistics import wilson
@@ -23,7 +23,6 @@ RESULT = "result.json"
 CURVE = "learning_curve.png"
 Row = Mapping[str, Any]
 _NOT_PROVEN = (PolicyState.CANDIDATE, PolicyState.UNPROVEN, PolicyState.REJECTED)
-_WIDTH = 160  # columns of the tables without a terminal
 _WINDOW = 128  # rollouts of a point of the curve
 _POLICIES = {
     "immediate": "a proven version is live at once, since a training set has no users to protect",
@@ -183,36 +182,28 @@ def describe_next_steps(program: str, folder: Path) -> str:
 
 def draw(figures: Row, path: Path) -> None:
     """Draw success over the agent's rollouts, with the held-out points before and after."""
-    plots = pyplot()
-    figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
     ends, shares = [end for end, _ in figures["curve"]], [share for _, share in figures["curve"]]
-    axes.plot(ends, shares, color="tab:blue", label="training tasks, last 128")
-    for place, name in ((0, "before"), (ends[-1] if ends else 1, "after")):
-        row = figures[name]["sampled"]
-        # max: rounding would give -0.0...1
-        reach = [[max(0.0, row["success"] - row["low"])], [max(0.0, row["high"] - row["success"])]]
-        label = "held-out tasks, 95% interval" if place == 0 else None
-        axes.errorbar([place], [row["success"]], yerr=reach, fmt="o", color="tab:red", capsize=4, label=label)
-    title = f"The agent gets better ({Path(figures['base_model']).name}, {figures['dtype']}, seed {figures['seed']})"
-    axes.set(xlabel="rollouts", ylabel="success", ylim=(0, 1.02), title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path)
-    plots.close(figure)
+    with drawing(path) as axes:
+        axes.plot(ends, shares, color="tab:blue", label="training tasks, last 128")
+        for place, name in ((0, "before"), (ends[-1] if ends else 1, "after")):
+            row = figures[name]["sampled"]
+            # max: rounding would give -0.0...1
+            reach = [[max(0.0, row["success"] - row["low"])], [max(0.0, row["high"] - row["success"])]]
+            label = "held-out tasks, 95% interval" if place == 0 else None
+            axes.errorbar([place], [row["success"]], yerr=reach, fmt="o", color="tab:red", capsize=4, label=label)
+        title = (
+            f"The agent gets better ({Path(figures['base_model']).name}, {figures['dtype']}, seed {figures['seed']})"
+        )
+        axes.set(xlabel="rollouts", ylabel="success", ylim=(0, 1.02), title=title)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
 
 
 def show(figures: Row) -> None:
     """Print the tables and the verdict."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
-    for table in _tables(figures):
-        console.print(table)
-    for line in _summary(figures):
-        console.print(line, soft_wrap=True, markup=False)
+    rounds, versions = _tables(figures)
+    print_table(rounds)
+    print_table(versions, _summary(figures))
 
 
 def _tables(figures: Row) -> Iterator[Any]:

@@ -165,7 +165,7 @@ class Demo:
             "--seconds": options.minutes and options.minutes * 60,
         }
         arguments = [text for name, value in limits.items() if value is not None for text in (name, str(value))]
-        with contextlib.closing(open_store(self._settings.store_url)) as store:
+        with open_store(self._settings.store_url) as store:
             self._agent(
                 ["train", *arguments], alias, supervisor, "train",
                 lambda: options.versions is not None and store.policies.live()[alias].version >= options.versions,
@@ -180,7 +180,7 @@ class Demo:
         alias, trainer = self._settings.model, self._settings.trainer
         full = {"num_generations": trainer.num_generations, "groups_per_round": trainer.groups_per_round}
         until = time.monotonic() + (_SETTLE_SECONDS if self._options.minutes is None else 0.0)
-        with contextlib.closing(open_store(self._settings.store_url)) as store:
+        with open_store(self._settings.store_url) as store:
             while time.monotonic() < until and not is_drained(store, alias, **full):
                 supervisor.check()
                 time.sleep(0.2)
@@ -233,7 +233,7 @@ class Demo:
             "dtype": vllm_command.number_format(settings, vllm_command.has_visible_gpu(settings)),
             "release_policy": settings.trainer.release.policy,
         }
-        with contextlib.closing(open_store(settings.store_url)) as store:
+        with open_store(settings.store_url) as store:
             return report.read_results(store, settings.model, self.folder, about, self._seconds)
 
     @contextlib.contextmanager

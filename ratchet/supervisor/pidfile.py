@@ -13,7 +13,6 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -28,42 +27,36 @@ _GUARD_TIMEOUT = 16.0  # seconds: longer than the longest stop timeout of a serv
 _KILL_TIMEOUT = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessIdentity:
-    """A process: its pid and its start time (Unix seconds)."""
-
-    pid: int
-    started_at: float
-
-    def process(self) -> psutil.Process | None:
-        """Return the process if it still runs, else None. A process that reuses the pid is None."""
-        try:
-            process = psutil.Process(self.pid)
-            is_same = abs(process.create_time() - self.started_at) <= _START_TOLERANCE
-            return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.Error:
-            return None
-
-
-def write(path: Path, pid: int) -> ProcessIdentity | None:
-    """Record a running process; return None if it has already ended."""
+def write(path: Path, pid: int) -> psutil.Process | None:
+    """Record a running process and return it; None if it has already ended."""
     try:
-        identity = ProcessIdentity(pid, psutil.Process(pid).create_time())
+        process = psutil.Process(pid)
+        started_at = process.create_time()
     except psutil.Error:
         return None
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(f"{identity.pid} {identity.started_at:.2f}\n")
+    temporary.write_text(f"{pid} {started_at:.2f}\n")
     temporary.replace(path)
-    return identity
+    return process
 
 
 def running(path: Path) -> psutil.Process | None:
     """Return the process that a pid file names, if it still runs; None without a valid pid file."""
     try:
         pid, started_at = path.read_text().split()
-        return ProcessIdentity(int(pid), float(started_at)).process()
-    except (OSError, ValueError):
+        process = psutil.Process(int(pid))
+        is_same = abs(process.create_time() - float(started_at)) <= _START_TOLERANCE
+        return process if is_same and is_alive(process) else None
+    except (OSError, ValueError, psutil.Error):
         return None
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs; one that reuses its pid is another."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 class ProjectLock:

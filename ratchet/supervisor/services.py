@@ -30,7 +30,7 @@ from ratchet.settings.masking import has_password, mask_arguments, mask_store_ur
 from ratchet.settings.project_settings import OTHER_VARIABLES, PREFIX, Settings, local_url
 from ratchet.settings.setting_errors import listed
 from ratchet.store.store import open_store
-from ratchet.supervisor import gpu_memory, preflight_checks, process_guard, vllm_command
+from ratchet.supervisor import preflight_checks, process_guard, vllm_command
 from ratchet.trainer.learner_api import TOKEN_VARIABLE
 from ratchet.trainer.learner_client import LearnerAccess, LearnerCommand
 from ratchet.trainer.settings.learner_settings import pinned
@@ -129,14 +129,14 @@ def _proxy_url(settings: Settings) -> str:
     return local_url(own.host, own.port, tls=own.tls_certificate is not None)
 
 
-def _planned_memory(settings: Settings) -> gpu_memory.PlannedMemory:
+def _planned_memory(settings: Settings) -> preflight_checks.PlannedMemory:
     """Return the settings with vLLM's share of its GPU. Raises CliError."""
     if not vllm_command.has_visible_gpu(settings):
-        return gpu_memory.PlannedMemory(settings)
-    planned = gpu_memory.plan_memory(settings)
+        return preflight_checks.PlannedMemory(settings)
+    planned = preflight_checks.plan_memory(settings)
     share = planned.settings.vllm.gpu_memory_utilization
     if share is not None:
-        gpu_memory.check_gpu_memory(planned.settings.vllm.devices, share)
+        preflight_checks.check_gpu_memory(planned.settings.vllm.devices, share)
     return planned
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -29,8 +28,7 @@ from ratchet.store.records import BASE_VERSION
 from ratchet.store.store import open_store
 from ratchet.supervisor import pidfile, preflight_checks, services, signals
 from ratchet.supervisor.pidfile import ProjectLock, already_running, orphaned_pid, running_supervisor
-from ratchet.supervisor.processes import Event
-from ratchet.supervisor.supervisor import Supervisor
+from ratchet.supervisor.supervisor import Event, Supervisor
 
 _STOP_TIMEOUT = 20.0  # seconds for an `up` to stop its services
 _POLL = 0.1
@@ -321,7 +319,7 @@ def _check_judges(settings: Settings, names: list[str]) -> None:
 
 def _register(settings: Settings, joined: list[str], known: str, store_url: str, note: Callable[[str], None]) -> None:
     """Register version 0 of the agents that join: the base model, as the `known` agent's. Raises CliError."""
-    with contextlib.closing(open_store(store_url, create=False)) as store:
+    with open_store(store_url, create=False) as store:
         served_name = store.policies.get(known, BASE_VERSION).served_name
         for name in joined:
             store.policies.register_base(name, served_name)

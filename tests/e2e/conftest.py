@@ -17,7 +17,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     made = Project(tmp_path_factory.mktemp("mail"))
     vllm = {"port": made.content["vllm"]["port"], "max_model_len": 1024, "dtype": "float32"}
     made.write(
-        base_model=str(POLICY), vllm=vllm, model="mail", trainer={"judge": "ratchet.demo.email_search.judge:judge"}
+        base_model=str(POLICY), vllm=vllm, model="mail", trainer={"judge": "ratchet.demo.email_search.tasks:judge"}
     )
     try:
         up = made.run("up", "--detach", seconds=300)

@@ -132,7 +132,7 @@ def train(project: Project) -> list[Round]:
     up = project.run("up", "--detach", seconds=240)
     assert up.returncode == 0, up.stdout
     proxy = f"http://127.0.0.1:{project.content['proxy']['port']}"
-    with closing(open_store(str(project.state / "store.db"))) as store, ThreadPoolExecutor(16) as threads:
+    with open_store(str(project.state / "store.db")) as store, ThreadPoolExecutor(16) as threads:
         for number in range(ROUNDS):
             list(threads.map(lambda one: answer(proxy, "mail", one), range(SAMPLES * number, SAMPLES * (number + 1))))
             wait_for(f"version {number + 1} is live", partial(_is_live, store, number + 1), seconds=120)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def test_a_loop_of_gather_and_train_samples_each_step_from_the_version_before(
         assert list((project.state / "run").glob("*.pid")) == []
     finally:
         project.stop()
-    with closing(open_store(str(project.state / "store.db"))) as store:
+    with open_store(str(project.state / "store.db")) as store:
         states = {one.version: one.state for one in store.policies.all("mail")}
     assert [one.name for one in trained] == ["mail@1", "mail@2"]
     assert all(one.metrics["tokens_trained"] > 50 for one in trained)

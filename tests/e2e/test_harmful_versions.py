@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ HARMFUL, EQUAL = 0.3, 0.001  # noise on the weights
 RAMP = 48  # scored trajectories: about a minute of this traffic
 SECONDS = 900.0  # for a start or a decision, on a busy machine
 JUDGE = (
-    "from ratchet.demo.email_search.judge import final_answer\n\n\n"
+    "from ratchet.demo.email_search.tasks import final_answer\n\n\n"
     "def judge(trajectory):\n    return float(final_answer(trajectory['messages']) is not None)\n"
 )
 TRAINER = {
@@ -77,11 +76,11 @@ class Stream:
         return self._state(version)
 
     def decisions(self, version: int) -> list[Decision]:
-        with closing(open_store(str(self.project.state / "store.db"))) as store:
+        with open_store(str(self.project.state / "store.db")) as store:
             return store.decisions.decisions_of(AGENT, version)
 
     def _state(self, version: int) -> PolicyState:
-        with closing(open_store(str(self.project.state / "store.db"))) as store:
+        with open_store(str(self.project.state / "store.db")) as store:
             return store.policies.get(AGENT, version).state
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.trainer.test_resampling import ResamplingTrainer, runs
 def test_a_call_with_tools_is_resampled_token_for_token(project: Project, tmp_path: Path) -> None:
     vllm = f"http://127.0.0.1:{project.content['vllm']['port']}"
     proxy = ProxyProcess(tmp_path, upstreams=[vllm])
-    with closing(open_store(str(tmp_path / "store.db"))) as store:
+    with open_store(str(tmp_path / "store.db")) as store:
         # The proxy is found through its record in the store. Calls of other tests count as load on vLLM.
         settings = TrainerSettings(
             store=str(tmp_path / "store.db"), model="agent", base_model="base", vllm=(vllm,), judge="a:b",

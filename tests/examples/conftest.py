@@ -46,7 +46,7 @@ def play(store_file: Path, tmp_path: Path) -> Iterator[Callable[[Callable[[Messa
     with contextlib.ExitStack() as stack:
 
         def start(model: Callable[[Messages], Script]) -> Proxy:
-            store = stack.enter_context(contextlib.closing(open_store(str(store_file))))
+            store = stack.enter_context(open_store(str(store_file)))
             url = stack.enter_context(served(ScriptedVllm(play=lambda body: model(body["messages"]))))
             return stack.enter_context(running(url, store, tmp_path))
 

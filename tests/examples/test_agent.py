@@ -16,9 +16,8 @@ import pytest
 import ratchet.demo
 from ratchet.demo.email_search.__main__ import main
 from ratchet.demo.email_search.agent import TOOLS, NoAnswerError, workflow
-from ratchet.demo.email_search.judge import judge
 from ratchet.demo.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mail, Mailbox
-from ratchet.demo.email_search.tasks import MailTask, read_tasks
+from ratchet.demo.email_search.tasks import MailTask, judge, read_tasks
 from ratchet.demo.traffic import TaskRollout, means, shuffled
 from tests.harness.chat_models import Reply, ScriptedModel, completion, tool_call
 from tests.harness.examples.mail_rollouts import run_tasks

@@ -63,7 +63,7 @@ class HedgingRamp(ScriptedVllm):
 def proxy(home: Path, tmp_path: Path) -> Iterator[Proxy]:
     """A proxy whose alias has version 1 in its ramp, that lists every answer."""
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(contextlib.closing(open_store(str(tmp_path / "store.db"))))
+        store = stack.enter_context(open_store(str(tmp_path / "store.db")))
         url = stack.enter_context(served(HedgingRamp(read_tasks(home, "train"))))
         made = stack.enter_context(running(url, store, tmp_path))
         folder, learner = tmp_path / "checkpoints" / "0001", ScriptedLearner(settings(tmp_path), None)
@@ -158,7 +158,7 @@ def test_the_agents_own_judge_passes_the_lint_where_answers_are_given_by_its_too
     monkeypatch.setenv("EMAIL_SEARCH_HOME", str(home))
     task = next(one for one in read_tasks(home, "test") if one.kind == "city")
     row = json.dumps({"id": task.id, "question": task.question, "answer": task.answer})
-    judge = FunctionJudge("ratchet.demo.email_search.judge:judge")
+    judge = FunctionJudge("ratchet.demo.email_search.tasks:judge")
     wrong = [city for city in ("Oslo", "Paris") if city != task.answer]
     by_tool = synthetic(row, task.question, task.answer, Place.read("return_final_answer.answer"))
     assert lint(judge, by_tool, wrong).outcome is LintOutcome.SOUND

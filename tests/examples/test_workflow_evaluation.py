@@ -54,7 +54,7 @@ def store(home: Path, store_file: Path, tmp_path: Path, monkeypatch: pytest.Monk
     """The store of a proxy that serves both versions, and is THE_PROXY."""
     monkeypatch.setenv("EMAIL_SEARCH_HOME", str(home))
     with contextlib.ExitStack() as stack:
-        made = stack.enter_context(contextlib.closing(open_store(str(store_file))))
+        made = stack.enter_context(open_store(str(store_file)))
         url = stack.enter_context(served(ImprovedVersion(read_tasks(home, "test"))))
         proxy = stack.enter_context(running(url, made, tmp_path))
         monkeypatch.setenv("THE_PROXY", proxy.url)
@@ -75,7 +75,7 @@ def evaluator(store: Store, home: Path) -> Iterator[Callable[..., WorkflowEvalua
             "evaluation_samples": 2,
         }
         judges = [
-            FunctionJudge("ratchet.demo.email_search.judge:judge"),
+            FunctionJudge("ratchet.demo.email_search.tasks:judge"),
             FunctionJudge("examples.reward_hacking.second:judge"),
         ]
         made.append(WorkflowEvaluator(store, "agent", ReleaseSettings(**(values | changes)), *judges))

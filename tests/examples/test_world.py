@@ -13,14 +13,15 @@ import pytest
 from examples.email_search.demonstrations import MIXED, EpisodeMailbox, draw
 from examples.email_search.hard_set import FORWARD, TWO_HOPS, make_hard_set
 from ratchet.demo.email_search.agent import TOOLS, call_tool, opening
-from ratchet.demo.email_search.judge import UnknownQuestionError, judge
 from ratchet.demo.email_search.mailbox import ENTITIES, Mail, Mailbox, synthetic_mails
 from ratchet.demo.email_search.tasks import (
     TEST_PAIRS,
     TRAIN_PAIRS,
     VALIDATION_PAIRS,
     MailTask,
+    UnknownQuestionError,
     every_task,
+    judge,
     matches,
     read_tasks,
     write_tasks,

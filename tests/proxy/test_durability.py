@@ -218,7 +218,7 @@ def test_after_a_backup_was_restored_under_a_running_proxy_messages_are_stored_a
     assert [answer.status_code for answer in answers] == [200, 200]
     assert process.stop() == 0
     assert verify(str(file)).findings == []
-    with closing(open_store(str(file))) as restored:
+    with open_store(str(file)) as restored:
         assert len(restored.calls.page(9, state="answered")) == 2  # the backup's and the last one
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -75,7 +74,7 @@ def test_after_a_failover_that_lost_commits_no_later_record_lacks_messages(vllm_
         server.save_data(tmp_path / "data")
         server.start()
         eventually(lambda: "its server was restarted" in log.read_text())
-        with closing(open_store(server.url)) as store:
+        with open_store(server.url) as store:
             conversation.append(call())
             eventually(lambda: len(store.calls.page(9, state="answered")) == 1)
         server.kill()
@@ -86,7 +85,7 @@ def test_after_a_failover_that_lost_commits_no_later_record_lacks_messages(vllm_
         server.start()
         eventually(lambda: is_up(1.0))
         call({"role": "user", "content": "and more"})
-        with closing(open_store(server.url)) as store:
+        with open_store(server.url) as store:
             eventually(lambda: len(store.calls.page(9, state="answered")) == 2)
         assert process.stop() == 0
         assert verify(server.url).findings == []

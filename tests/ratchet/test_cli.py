@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -95,7 +94,7 @@ def test_status_without_a_run_names_the_projects_that_there_are(project: Project
 @pytest.mark.slow
 def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: Project) -> None:
     url = str(project.folder / "store.db")
-    with contextlib.closing(open_store(url)) as store:
+    with open_store(url) as store:
         last_at = time.time() + 600  # the commands may be slow
         store.proxy_instances.heartbeat(ProxyInstance("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, last_at))
     output = project.run("status", "--store", url, "--model", "mail").stdout
@@ -107,7 +106,7 @@ def test_status_says_how_far_the_last_round_moved_the_policy(project: Project) -
     url = str(project.folder / "store.db")
     figures = {"approx_kl": 2.4e-8, "approx_kl_tokens": 9, "logprob_change_positive_mean": 0.0}
     how = {"learning_rate": 1e-5, "dtype": "fp32"}
-    with contextlib.closing(open_store(url)) as store:
+    with open_store(url) as store:
         store.policies.register_base("mail", "mail")
         store.rounds.commit(
             store.rounds.start("mail", 0).id, version=1, checkpoint="c", groups=[], metrics=figures | how

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +33,7 @@ def written(folder: Path, **rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def store(store_file: Path) -> Iterator[Store]:
-    with contextlib.closing(open_store(str(store_file))) as found:
+    with open_store(str(store_file)) as found:
         found.policies.register_base("agent", "m")
         yield found
 

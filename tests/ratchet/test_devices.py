@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.errors import CliError, SettingsError
 from ratchet.settings.load_settings import load
-from ratchet.supervisor import gpu_memory, services, vllm_command
+from ratchet.supervisor import preflight_checks, services, vllm_command
 from ratchet.trainer.settings.learner_settings import VARIABLE
 from tests.harness.cli.project import Project
 
@@ -101,10 +101,10 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("devices", [None, "0", "GPU-aaa", "0,1"])
 def test_a_busy_gpu_is_reported_with_the_pid_that_holds_it(devices: str | None) -> None:
     with pytest.raises(CliError, match=r"GPU 0 has 19000 of 80000 MiB free .* pid 4711 \(python, 60990 MiB\)"):
-        gpu_memory.check_gpu_memory(devices, 0.5)
+        preflight_checks.check_gpu_memory(devices, 0.5)
 
 
 @pytest.mark.usefixtures("nvidia_smi")
 def test_a_gpu_with_service_is_taken() -> None:
-    gpu_memory.check_gpu_memory("1", 0.9)
-    gpu_memory.check_gpu_memory("0", 0.2)
+    preflight_checks.check_gpu_memory("1", 0.9)
+    preflight_checks.check_gpu_memory("0", 0.2)

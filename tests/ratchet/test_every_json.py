@@ -6,7 +6,6 @@ named beside them.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
     folder = tmp_path_factory.mktemp("filled")
     (folder / "judges.py").write_text("def mine(trajectory):\n    return float(trajectory['id'] in ('a', 'lint-0'))\n")
     (folder / "tasks.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
-    with contextlib.closing(open_store(str(folder / "store.db"))) as store:
+    with open_store(str(folder / "store.db")) as store:
         group = judged_group(store, ["a", "b"], [0.0, 1.0])
         store.policies.register_base("agent", "agent@0")
         fields: dict[str, Any] = {

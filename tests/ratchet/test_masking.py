@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import stat
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -101,7 +100,7 @@ def test_what_a_proxy_alone_writes_is_readable_by_its_owner_only(project: Projec
 def test_a_store_is_readable_by_its_owner_only_whatever_creates_it(tmp_path: Path) -> None:
     previous = os.umask(0)
     try:
-        with closing(open_store(str(tmp_path / "new" / "mail.db"))) as store:
+        with open_store(str(tmp_path / "new" / "mail.db")) as store:
             store.policies.register_base("agent", "base")
             modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "new").iterdir()}
     finally:

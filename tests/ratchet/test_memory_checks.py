@@ -15,7 +15,7 @@ from ratchet.checks.learner_check import why_no_learner
 from ratchet.errors import CliError
 from ratchet.settings.load_settings import load
 from ratchet.settings.project_settings import Settings
-from ratchet.supervisor import gpu_memory, services, vllm_command
+from ratchet.supervisor import preflight_checks, services, vllm_command
 from tests.harness.cli import fake_nvidia_smi
 from tests.harness.cli.project import Project
 
@@ -240,7 +240,7 @@ def test_planned_settings_are_what_the_services_read(machine: Machine, plan: Pla
     machine(GPU_80)
     found = plan(SEVEN_B)
     assert found.settings.vllm.gpu_memory_utilization == share(found)
-    assert gpu_memory.plan_memory(found.settings).settings == found.settings
+    assert preflight_checks.plan_memory(found.settings).settings == found.settings
 
 
 def test_the_doctor_reports_memory_before_it_loads_anything(machine: Machine, project: Project) -> None:

@@ -88,7 +88,7 @@ def test_verdicts_wait_for_a_killed_notebook_and_the_resumed_run_scores_everythi
         first.communicate()
     run = (running.folder / "run.id").read_text()
     remedy = f"run the cell again with resume={run!r}"
-    with closing(open_store(str(running.state / "store.db"))) as store:
+    with open_store(str(running.state / "store.db")) as store:
         wait_for(
             "the trainer waits",
             lambda: any("is away" in alarm.reason and remedy in alarm.reason for alarm in store.alarms.active()),
@@ -109,7 +109,7 @@ def test_verdicts_wait_for_a_killed_notebook_and_the_resumed_run_scores_everythi
     assert second.returncode == 0, output
     assert "RunStatus(state='done'" in output
 
-    with closing(open_store(str(running.state / "store.db"))) as store:
+    with open_store(str(running.state / "store.db")) as store:
         made = [one for one in store.rollouts.of_tuning(run) if one.state is RolloutState.ENDED]
         trained = [one.id for one in made if one.purpose == "live"]
         verdicts = store.groups.verdicts(trained)

@@ -16,9 +16,9 @@ from huggingface_hub import constants
 
 from ratchet.errors import SettingsError
 from ratchet.settings.project_settings import VllmSettings
-from ratchet.supervisor import output_parsers
-from ratchet.supervisor.output_parsers import ModelText, find_parsers, read_model_text, reasoning_parser
-from ratchet.supervisor.output_parsers import tool_call_parser as parser_of
+from ratchet.supervisor import vllm_command
+from ratchet.supervisor.vllm_command import ModelText, find_parsers, read_model_text, reasoning_parser
+from ratchet.supervisor.vllm_command import tool_call_parser as parser_of
 from tests.harness.json_server import IncomingRequest, JsonServer
 
 CHATML = "{% for tool in tools %}{% endfor %}<|im_start|>{{ role }}"
@@ -174,7 +174,7 @@ def test_what_the_user_set_wins_over_the_template(tmp_path: Path) -> None:
     own = VllmSettings(tool_call_parser="pythonic", reasoning_parser="none")
     assert find_parsers(model, own).arguments == ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
     appended = VllmSettings(extra_args=("--reasoning-parser=deepseek_r1", "--tool-call-parser", "xlam"))
-    assert find_parsers(model, appended) == output_parsers.OutputParsers(None, None)
+    assert find_parsers(model, appended) == vllm_command.OutputParsers(None, None)
     other = tmp_path / "mine.jinja"
     other.write_text(CODER)
     given = VllmSettings(extra_args=("--chat-template", str(other)))
@@ -247,7 +247,7 @@ print(json.dumps(failed))
 
 @pytest.mark.slow
 def test_vllm_takes_each_parser_with_a_tokenizer_of_the_tokens_that_its_rule_demands() -> None:
-    rules = {"tools": output_parsers._TOOL_RULES, "reasoning": output_parsers._REASONING_RULES}
+    rules = {"tools": vllm_command._TOOL_RULES, "reasoning": vllm_command._REASONING_RULES}
     cases = [(kind, rule.parser, rule.tokens) for kind, some in rules.items() for rule in some if not rule.package]
     cases += [("reasoning", "qwen3", THINK), ("reasoning", "deepseek_v3", THINK)]
 

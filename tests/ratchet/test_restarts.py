@@ -20,8 +20,8 @@ import pytest
 from ratchet.errors import CliError
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
-from ratchet.supervisor.processes import Event, ServiceProcess, Services
 from ratchet.supervisor.services import Service
+from ratchet.supervisor.supervisor import Event, ServiceProcess, Services
 from ratchet.trainer.learner_client import RESTART_WINDOW_SECONDS, RestartBackoff
 from tests.harness.cli.project import is_alive, wait_for
 

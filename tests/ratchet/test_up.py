@@ -438,9 +438,9 @@ def test_a_recycled_pid_is_not_the_process_that_was_recorded(tmp_path: Path) -> 
     state = StateFolder(tmp_path)
     state.make(min_free_disk_mb=0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        birth = pidfile.write(state.pid("vllm"), other.pid)
-        assert birth is not None
-        state.pid("vllm").write_text(f"{other.pid} {birth.started_at - 60}\n")
+        recorded = pidfile.write(state.pid("vllm"), other.pid)
+        assert recorded is not None
+        state.pid("vllm").write_text(f"{other.pid} {recorded.create_time() - 60}\n")
         assert stop_leftover_processes(state) == []
         assert other.poll() is None
         other.kill()

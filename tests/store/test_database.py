@@ -148,7 +148,7 @@ def test_a_file_that_is_deleted_in_use_is_written_no_more_and_a_backup_in_its_pl
     store_file: Path, tmp_path: Path
 ) -> None:
     backup = tmp_path / "backup.db"
-    with closing(open_store(str(store_file))) as store:
+    with open_store(str(store_file)) as store:
         store.policies.register_base("agent", "before")
         with sqlite3.connect(store_file) as here, closing(sqlite3.connect(backup)) as there:
             here.backup(there)
@@ -174,13 +174,13 @@ def test_a_shm_file_truncated_in_use_kills_no_process_and_is_rebuilt(store_file:
     )
     run = subprocess.run([sys.executable, "-c", program, str(store_file)], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    with closing(open_store(str(store_file))) as store:
+    with open_store(str(store_file)) as store:
         assert len(store.policies.all()) == 20
 
 
 def test_a_damaged_file_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "store.db"
-    with closing(open_store(str(file))) as store:
+    with open_store(str(file)) as store:
         store.policies.register_base("agent", "base")
     file.write_bytes(b"no database " * 1000)
     with pytest.raises(StoreUnavailable, match="damaged"):
@@ -190,7 +190,7 @@ def test_a_damaged_file_is_reported(tmp_path: Path) -> None:
 def test_a_file_that_is_damaged_while_it_is_open_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "store.db"
     open_store(str(file)).close()
-    with closing(open_store(str(file))) as store:
+    with open_store(str(file)) as store:
         with file.open("r+b") as raw:
             raw.seek(100)
             raw.write(b"\xff" * (file.stat().st_size - 100))
@@ -200,10 +200,10 @@ def test_a_file_that_is_damaged_while_it_is_open_is_reported(tmp_path: Path) -> 
 
 def test_damage_of_a_table_raises_an_alarm_that_verify_clears_once_it_is_repaired(tmp_path: Path) -> None:
     file = tmp_path / "store.db"
-    with closing(open_store(str(file))) as store:
+    with open_store(str(file)) as store:
         answered_trajectory(store, "first")
     whole = overwrite_table(file, "messages", b"\xa5")
-    with closing(open_store(str(file))) as store:
+    with open_store(str(file)) as store:
         for _ in range(3):
             with pytest.raises(StoreDamaged, match="damaged"):
                 answered_trajectory(store, "second")
@@ -213,7 +213,7 @@ def test_damage_of_a_table_raises_an_alarm_that_verify_clears_once_it_is_repaire
     assert "backup" in alarm.reason
     assert cli.run(["store", "verify", "--store", str(file)]) == 1
     overwrite_table(file, "messages", whole)
-    with closing(open_store(str(file))) as store:
+    with open_store(str(file)) as store:
         assert store.alarms.active() != []
         assert cli.run(["store", "verify", "--store", str(file)]) == 0
         assert store.alarms.active() == []
@@ -239,7 +239,7 @@ _STATES = {
 @pytest.mark.parametrize("store_url", [pytest.param("postgresql", marks=pytest.mark.postgres)], indirect=True)
 @pytest.mark.parametrize("state", _STATES)
 def test_a_postgresql_that_takes_no_record_is_unavailable_and_refuses_none(store_url: str, state: str) -> None:
-    with closing(open_store(store_url)) as store:
+    with open_store(store_url) as store:
         name = sa.make_url(store_url).database
         others = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
         run_sql(store_url, _STATES[state].format(name), f"SELECT pg_terminate_backend(pid) {others}")

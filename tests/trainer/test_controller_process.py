@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -343,7 +342,7 @@ print(json.dumps([name for name in ("torch", "transformers") if name in sys.modu
 def test_a_warm_start_imports_no_torch_into_the_controller(vllm: str, tmp_path: Path) -> None:
     """A process of its own renders the conversations with transformers."""
     url = str(tmp_path / "store.db")
-    with contextlib.closing(open_store(url)) as store:
+    with open_store(url) as store:
         store.policies.register_base("agent", BASE)
         (name, _) = agents_work(store, "a", [0.0, 1.0])
         given: dict[str, Any] = {"kind": "trajectory", "target": name, "source": "user", "given_at": 1.0}

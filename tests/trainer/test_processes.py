@@ -184,7 +184,7 @@ def story(tiny_model: Path, migrated: Path, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("story")
     shutil.copy(migrated, folder / "together.db")
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(contextlib.closing(open_store(str(folder / "together.db"))))
+        store = stack.enter_context(open_store(str(folder / "together.db")))
         engine = ScriptedEngine(lambda name, ids: 0.0)
         learner = Learner(str(tiny_model), LearnerSettings(**LEARNER))
         engine.scorer = Faithful(engine, lambda: learner)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 
@@ -163,7 +162,7 @@ def test_a_plugin_monitor_receives_the_rounds_of_training(installed: Path, tmp_p
     fields = {"store": "x", "model": "agent", "base_model": "b", "vllm": ["http://x"], "checkpoints": tmp_path}
     settings = TrainerSettings.model_validate(fields | {"judge": "a:b", "report_to": ["json_lines"]})
     check_installed(settings.report_to)
-    with closing(open_store(f"sqlite:///{tmp_path / 'store.db'}")) as store:
+    with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         committed_round(store, 1)
         with monitored(store, "agent", settings.report_to, tmp_path, last_look=60.0):
             pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import closing
 from typing import Any
 
 import openai
@@ -37,7 +36,7 @@ def train_one_round(project: Project, judge: str) -> None:
             attempts = itertools.count()
             first = {_call(agent, f"task {number % 2}", next(attempts)) for number in range(8)}
             assert first == {"mail@0"}
-            with closing(open_store(str(project.state / "store.db"))) as store:
+            with open_store(str(project.state / "store.db")) as store:
                 wait_for("version 1 serves", lambda: _states(store).get(1) in _SERVED, seconds=180)
             # Version 1 gets a share of the new trajectories; the proxy reads the shares from the store.
             wait_for("version 1 answers", lambda: _call(agent, "later", next(attempts)) == "mail@1", pause=0.5)
@@ -49,7 +48,7 @@ def train_one_round(project: Project, judge: str) -> None:
         raise
     finally:
         project.stop()
-    with closing(open_store(str(project.state / "store.db"))) as store:
+    with open_store(str(project.state / "store.db")) as store:
         round_ = store.rounds.page("mail", 10)[-1]  # a later one may follow on a slow machine
         assert round_.state is RoundState.COMMITTED
         assert round_.metrics["tokens_trained"] > 50
