@@ -21,7 +21,7 @@ from ratchet.trainer.release.proof import (
     rounding_of,
 )
 
-CONTEXTS, TOKENS = 24, 3  # what the publisher asks for
+CONTEXTS, TOKENS = 24, 3  # what a publication asks for
 PLACES = [place for place in range(CONTEXTS) for _ in range(TOKENS)]
 CHANGES = [1e-4, 0.014, 0.066, 0.2, 0.6]  # nats, root mean square of what a version changes of the base model
 FP32 = (1e-6, None, False)

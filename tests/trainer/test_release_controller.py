@@ -1,4 +1,4 @@
-"""The release controller: it decides on what the store holds, also after a kill or a decision of a person."""
+"""The release of versions that serve: it decides on what the store holds, also after a kill or a decision of a person."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ReleaseTraffic:
         return version
 
     def ramp(self) -> int:
-        """Begin the ramp of a new version, as the publisher does."""
+        """Begin the ramp of a new version, as its publication does."""
         candidate = self.store.policies.get("agent", self.candidate())
         self.check()
         share = self.controller.ramp_share(candidate)
