@@ -99,8 +99,8 @@ def test_every_unproven_version_makes_what_the_live_one_samples_a_version_older(
 def test_where_training_goes_on_keeps_its_state_however_many_were_rejected_since() -> None:
     states = {"v1": PolicyState.LIVE, "v2": PolicyState.UNPROVEN, "v3": PolicyState.UNPROVEN}
     known = versions(**states, **{f"v{number}": PolicyState.REJECTED for number in range(4, 9)})
-    folders, states = retained(known, pinned=(), best=[], newest=2, states=1)
-    assert {1, 3} <= states
+    folders, kept = retained(known, pinned=(), best=[], newest=2, states=1)
+    assert {1, 3} <= kept
     assert {1, 3} <= folders
     assert 2 not in folders
 

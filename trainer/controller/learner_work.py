@@ -230,7 +230,7 @@ def versions_in_use(store: Store, alias: str, now: float) -> set[int]:
 
 def retained(
     policies: Sequence[Policy], *, pinned: Collection[int], best: Sequence[int], newest: int, states: int
-) -> tuple[set[int], set[int]]:
+) -> tuple[Set[int], Set[int]]:
     """Return the versions whose folder stays, and those of them whose optimizer state stays: of the `newest` versions
     and of `states` of them, and of the `best` ones, the best first.
     """
