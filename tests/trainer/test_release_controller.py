@@ -1,4 +1,4 @@
-"""The release of versions that serve: it decides on what the store holds, also after a kill or a decision of a person."""
+"""The release of versions that serve decides on what the store holds, also after a kill or a decision of a person."""
 
 from __future__ import annotations
 
