@@ -454,10 +454,7 @@ class WorkflowEvaluator:
         return max(instances, key=lambda instance: instance.heartbeat_at).url
 
     def _tuner(self) -> TunerSettings:
-        settings = self.settings
-        return TunerSettings(
-            concurrency=settings.evaluation_concurrency, timeout_seconds=settings.evaluation_timeout_seconds
-        )
+        return TunerSettings(concurrency=self.settings.evaluation_concurrency)
 
     def _check_measured(self, request: Request, made: Sequence[Rollout]) -> None:
         for name in request.candidates:

@@ -45,7 +45,6 @@ class PromptSettings(Section):
         description="maximum number of tasks of the final comparison, from the start of the test split; null: the "
         "whole test split, or, without one, half of the tasks and at most 100",
     )
-    max_prompt_chars: int = Field(20_000, ge=100, le=100_000, description="maximum length of a prompt, in characters")
 
 
 class TunerSettings(Section):

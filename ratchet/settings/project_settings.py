@@ -26,7 +26,6 @@ from ratchet.settings.state_folder import StateFolder
 from ratchet.trainer.planning.memory import MAX_NUM_SEQS
 from ratchet.trainer.settings.judge_specs import plugin_traits
 from ratchet.trainer.settings.learner_settings import (
-    SERVABLE_RANKS,
     CheckedByPydantic,
     Devices,
     LearnerProcessSettings,
@@ -78,7 +77,6 @@ class VllmSettings(Section):
     max_num_seqs: int = Field(
         MAX_NUM_SEQS, ge=1, description="maximum number of concurrent sequences, as vLLM's --max-num-seqs"
     )
-    max_lora_rank: int | None = Field(None, ge=1, description="maximum LoRA rank; null: fits learner.lora_r")
     max_loras: int | None = Field(
         None, ge=2, description="maximum number of adapters in one batch; null: 3 per agent, from 4 to 16"
     )
@@ -94,7 +92,6 @@ class VllmSettings(Section):
         description="GPUs that vLLM uses: 0, or 0,1, or UUIDs; null: the first of those in CUDA_VISIBLE_DEVICES, if "
         "the learner has others",
     )
-    cpu_kvcache_gb: int = Field(1, ge=1, description="on a CPU: GiB of memory for the KV cache")
     tool_call_parser: str = Field(
         "auto", description="vLLM's --tool-call-parser; auto: the one for the model's chat template; none: off"
     )
@@ -119,13 +116,6 @@ class VllmSettings(Section):
                 "use 127.0.0.1 or ::1, and proxy.host for agents on other machines"
             )
         return host
-
-    @field_validator("max_lora_rank")
-    @classmethod
-    def _rank_is_one_of_vllm(cls, rank: int | None) -> int | None:
-        if rank is not None and rank not in SERVABLE_RANKS:
-            raise ValueError(f"{rank} is not a rank of vLLM; use one of {', '.join(map(str, SERVABLE_RANKS))}")
-        return rank
 
     @field_validator("extra_args")
     @classmethod
@@ -301,12 +291,6 @@ class Settings(Section):
                     "--disable-log-stats vLLM does not report its load; remove that from vllm.extra_args, or set "
                     "resample.samples to 0"
                 )
-        served, trained = self.vllm.max_lora_rank, self.learner.lora_r
-        if served is not None and served < trained:
-            raise ValueError(
-                f"vllm.max_lora_rank is {served}, less than learner.lora_r {trained}: vLLM would refuse every version; "
-                f"set it to {trained} or more, leave it out, or lower learner.lora_r"
-            )
         return self
 
     @property

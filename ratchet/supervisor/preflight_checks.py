@@ -196,7 +196,6 @@ def _placement(
     settings: Settings, process: LearnerProcessSettings, serving: list[Gpu], training: list[Gpu]
 ) -> GpuPlacement:
     own = settings.vllm
-    rank = own.max_lora_rank or vllm_command.servable_rank(settings)
     return GpuPlacement(
         gpu_bytes=round(min(gpu.total for gpu in (*serving, *training)) * _MIB),
         tensor_parallel_size=own.tensor_parallel_size,
@@ -206,7 +205,7 @@ def _placement(
         max_model_len=own.max_model_len,
         max_loras=vllm_command.max_loras(settings),
         max_num_seqs=own.max_num_seqs,
-        max_lora_rank=rank,
+        max_lora_rank=vllm_command.servable_rank(settings),
         lora_r=process.lora_r,
         target_modules=process.target_modules,
         token_budget=process.token_budget,

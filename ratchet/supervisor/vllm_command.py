@@ -294,6 +294,7 @@ _PLUGIN = "ratchet_vllm_cpu"
 LORA_RESOLVER = Path(ratchet_adapter_files.__file__).parent
 
 _CPUS_TO_SHARE = 4
+_CPU_KV_CACHE_GIB = "1"  # unless vllm.env says otherwise
 _CPU_BLOCK = 32  # tokens; the smallest that vLLM takes on a CPU
 # How many adapters vLLM must hold: in memory (`--max-cpu-loras`), and in one batch (`--max-loras`). Per agent, these
 # are the version held back, the live one, the one in its ramp, the candidate that is proven next and its amplified
@@ -420,12 +421,11 @@ def number_format(settings: Settings, gpu: bool) -> str:
 
 def _arguments(settings: Settings, model: str, port: int, parsers: OutputParsers, gpu: bool) -> tuple[str, ...]:
     own = settings.vllm
-    rank = own.max_lora_rank or servable_rank(settings)
     arguments = [
         *(own.command or (sys.executable, "-P", "-m", SERVER_MODULE)),
         *("--model", model, "--served-model-name", served_name(settings)),
         *("--host", own.host, "--port", str(port), "--dtype", number_format(settings, gpu)),
-        *("--enable-lora", "--max-lora-rank", str(rank)),
+        *("--enable-lora", "--max-lora-rank", str(servable_rank(settings))),
         *("--max-loras", str(max_loras(settings)), "--max-cpu-loras", str(max_cpu_loras(settings))),
         # vLLM's own number of sequences depends on the GPU; `gpu_memory` plans with this one.
         *("--max-num-seqs", str(own.max_num_seqs)),
@@ -512,7 +512,7 @@ def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
         paths = (*map(str, plugins), os.environ.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if not gpu:
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(settings.vllm.cpu_kvcache_gb)
+        environment["VLLM_CPU_KVCACHE_SPACE"] = _CPU_KV_CACHE_GIB
         environment |= cpu_binding_environment(os.cpu_count() or 1)
     return environment | pinned(settings.vllm.devices) | settings.vllm.env
 

@@ -66,7 +66,7 @@ def replicas(s3: S3Server, tmp_path: Path) -> Iterator[list[VllmServerProcess]]:
         {
             "base_model": str(POLICY),
             "adapters": {"store": STORE},
-            "vllm": {"max_model_len": 512, "dtype": "float32", "max_lora_rank": 16},
+            "vllm": {"max_model_len": 512, "dtype": "float32"},
         }
     )
     made = []

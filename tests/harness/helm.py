@@ -32,7 +32,7 @@ SCHEMA = CHART / "values.schema.json"
 _OF_THE_CHART = {
     *(("model",), ("project",), ("state_dir",), ("store",)),
     *(("learner", key) for key in ("devices", "leader", "leader_port", "machine_rank", "machines")),
-    *(("vllm", key) for key in ("command", "cpu_kvcache_gb", "devices", "host", "port", "start_timeout_seconds")),
+    *(("vllm", key) for key in ("command", "devices", "host", "port", "start_timeout_seconds")),
 }
 _SOURCE = re.compile(r"^---\n# Source: ratchet/templates/([\w-]+)\.yaml\n", re.MULTILINE)
 _HEADER = "# Rendered from deploy/helm by `make manifests`.\n"

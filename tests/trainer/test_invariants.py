@@ -16,6 +16,7 @@ from ratchet.trainer.adapters.vllm_api import SampledAnswer, VllmServer
 from ratchet.trainer.errors import EngineUnreachable
 from ratchet.trainer.release.invariants import (
     ALPHA,
+    MAX_TOKENS,
     AnswerPair,
     CheckedAnswer,
     Fault,
@@ -303,7 +304,7 @@ def test_an_answer_is_bounded_by_its_own_limit(
         agents_work(store, name, [0.0, 1.0])
     sampling = {"temperature": 0.0} | ({"max_completion_tokens": limit} if limit else {})
     record(store, [f"question{number}" for number in range(16)], sampling=sampling)
-    release = {"policy": "guarded", "invariant_prompts": 16, "invariant_max_tokens": 100}
+    release = {"policy": "guarded", "invariant_prompts": 16}
     until(make_controller(release=release), time.time(), lambda: decided(store))
-    assert {request["max_tokens"] for request in engine.requests} == {limit or 100}
+    assert {request["max_tokens"] for request in engine.requests} == {limit or MAX_TOKENS}
     assert len(engine.requests) == 32, "greedy: one answer of each version to each of 16 prompts"

@@ -243,7 +243,7 @@ class VllmServer:
         if response.is_error and _RANK in response.text:
             raise AdapterNotServable(
                 f"{self.url} cannot serve {name}: {response.text[:300]}; start it with --max-lora-rank of at least "
-                "learner.lora_r (vllm.max_lora_rank)"
+                "learner.lora_r"
             )
         if response.is_error and name not in self.models():  # a proxy may have loaded it in the meantime
             if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:

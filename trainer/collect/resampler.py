@@ -44,6 +44,7 @@ from ratchet.trainer.settings.trainer_sections import ResamplingSettings
 
 KEY_VARIABLE = "RATCHET_RESAMPLE_API_KEY"
 _NO_KEY = "none"
+_CALL_TIMEOUT = 600.0  # seconds
 _MAX_REASON = 500  # characters
 _NOT_SENT = ("seed", "n")
 # Parameters that may be `true`; for others the store records `true` in place of a value that was too large.
@@ -73,7 +74,7 @@ class ResamplingClient:
         self._read_load = read_load
         headers = {"authorization": f"Bearer {key or _NO_KEY}"}
         self._http = httpx.Client(
-            timeout=settings.timeout_seconds, headers=headers, trust_env=False, verify=ssl.create_default_context()
+            timeout=_CALL_TIMEOUT, headers=headers, trust_env=False, verify=ssl.create_default_context()
         )
         self._in_flight = 0
         self._lock = threading.Lock()

@@ -301,9 +301,7 @@ def make_checks(
     release, alias = settings.release, settings.model
     checks: list[EvaluationRunner[Any]] = []
     if release.policy != "immediate" and release.invariant_prompts:
-        invariants = InvariantsCheck(
-            store, replicas, alias=alias, prompts=release.invariant_prompts, max_tokens=release.invariant_max_tokens
-        )
+        invariants = InvariantsCheck(store, replicas, alias=alias, prompts=release.invariant_prompts)
         checks.append(EvaluationRunner(store, alias, invariants, InvariantsResult, INVARIANTS))
     if release.workflow is None and not release.held_out_share:
         return checks

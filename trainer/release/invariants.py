@@ -310,6 +310,7 @@ def _read(store: Store, call: Call) -> RecordedPrompt | None:
 log = logging.getLogger(__name__)
 
 KIND = "invariants"  # of the observations that hold the results
+MAX_TOKENS = 1024  # of an answer
 _SAMPLES = 2  # answers of each version to a prompt
 _CONCURRENCY = 4  # prompts; more would compete with users
 _TIMEOUT_SECONDS = 300.0  # of one answer
@@ -320,7 +321,7 @@ class InvariantsCheck:
     """Checks candidates of one alias. Blocks while vLLM answers."""
 
     def __init__(
-        self, store: Store, replicas: Sequence[VllmServer], *, alias: str, prompts: int, max_tokens: int
+        self, store: Store, replicas: Sequence[VllmServer], *, alias: str, prompts: int, max_tokens: int = MAX_TOKENS
     ) -> None:
         self._store = store
         self._replicas = replicas

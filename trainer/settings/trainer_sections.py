@@ -87,7 +87,6 @@ class ReleaseSettings(Section):
     invariant_prompts: int = Field(
         64, ge=0, description="recent prompts that both versions answer before a candidate serves anybody; 0: none"
     )
-    invariant_max_tokens: int = Field(1024, ge=16, description="longest answer to such a prompt, in tokens")
     held_out_share: float = Field(0.0, ge=0, le=0.5, description="share of tasks that are held out for evaluation")
     evaluation_prompts: int = Field(32, ge=5, description="held-out prompts or tasks that a candidate is evaluated on")
     evaluation_samples: int = Field(4, ge=1, description="responses of each version per prompt, or attempts per task")
@@ -102,7 +101,6 @@ class ReleaseSettings(Section):
         None, description="proxy for the workflow's calls, without /v1; null: one that serves the alias"
     )
     evaluation_concurrency: int = Field(8, ge=1, le=1024, description="concurrent rollouts of the evaluation")
-    evaluation_timeout_seconds: float = Field(600.0, gt=0, description="timeout of a rollout, which counts as failed")
     second_judge: JudgeSpec | None = Field(
         None,
         description="judge that must confirm the end of a ramp, else approval is required; null: the sentinel's",
@@ -137,7 +135,6 @@ class ResamplingSettings(Section):
         gt=0,
         description="time to find an idle moment for a prompt; then its trajectory is handled as `ungrouped` says",
     )
-    timeout_seconds: float = Field(600.0, gt=0, description="timeout of a resample call")
     proxy_url: PlainUrl | None = Field(
         None, description="proxy for the resample calls, without /v1; null: one that serves the alias"
     )

@@ -255,7 +255,6 @@ class PromptTuning:
         search = Search(
             train=plan.sets.train, validation=plan.sets.validation, seed=plan.settings.seed,
             rollouts=self.budget.rollouts - plan.held_out_rollouts,
-            max_prompt_chars=plan.settings.prompt.max_prompt_chars,
         )  # fmt: skip
         try:
             self.optimizer.optimize(seed.text, trials, self.reflection(seed), search)
@@ -386,8 +385,7 @@ class _PromptRun:
             context.scorer.count_abandoned_tokens(self._tuning.id)
             trials = Trials(
                 context.store, self._tuning.id, self._tasks, run_jobs, self._scored, self._budget,
-                max_prompt_chars=settings.prompt.max_prompt_chars, failure_score=settings.failure_score,
-                model=model, explanations=self._explanations,
+                failure_score=settings.failure_score, model=model, explanations=self._explanations,
             )  # fmt: skip
             self._work.at(self._budget.started_rollouts, self._budget.rollouts)
             tuned = PromptTuning(
@@ -419,7 +417,7 @@ class _PromptRun:
         assert spec is not None  # checked by `check`
         return ReflectionModel(
             LanguageModel(spec, self._context.reflection_key), self._budget, mode=seed.mode,
-            max_prompt_chars=self._settings.prompt.max_prompt_chars, answered=tuple(self._answered), keep=self._keep,
+            answered=tuple(self._answered), keep=self._keep,
         )  # fmt: skip
 
     def _keep(self, answered: Answered, judge_requests: Sequence[JudgeRequest]) -> None:

@@ -21,7 +21,7 @@
 - --port=8000
 - --dtype={{ $own.dtype | default "auto" }}
 - --enable-lora
-- --max-lora-rank={{ $own.max_lora_rank | default $rank }}
+- --max-lora-rank={{ $rank }}
 - --max-loras={{ $slots }}
 - --max-cpu-loras={{ $cpu }}
 - --max-num-seqs={{ int64 ($own.max_num_seqs | default 256) }}
