@@ -26,6 +26,7 @@ from ratchet.store.states import (
     TuningKind,
     TuningState,
     check_transition,
+    states_before,
 )
 
 # Tasks: the rows of task sets with rollouts, which judges and reports find by id.
@@ -178,40 +179,6 @@ class Rollouts(Verbs):
             with write(self._engine) as connection:
                 insert_or_ignore(connection, schema.rollouts, rows)
 
-    def end(
-        self,
-        rollout_id: str,
-        *,
-        started_at: float,
-        ended_at: float,
-        response: str | None = None,
-        reward: float | None = None,
-        metrics: Mapping[str, float] | None = None,
-        prompt_tokens: int = 0,
-        completion_tokens: int = 0,
-    ) -> Rollout:
-        """Record that the workflow returned. Raises InvalidTransition if it has ended, RecordNotFound."""
-        return self._end(
-            rollout_id, RolloutState.ENDED, started_at=started_at, ended_at=ended_at, response=response, reward=reward,
-            metrics=dict(metrics or {}), prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
-        )  # fmt: skip
-
-    def fail(
-        self,
-        rollout_id: str,
-        failure: str,
-        ended_at: float,
-        *,
-        started_at: float | None = None,
-        prompt_tokens: int = 0,
-        completion_tokens: int = 0,
-    ) -> Rollout:
-        """Record the failure of the workflow. Raises InvalidTransition if it has ended, RecordNotFound."""
-        return self._end(
-            rollout_id, RolloutState.FAILED, failure=failure, started_at=started_at, ended_at=ended_at,
-            prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
-        )  # fmt: skip
-
     def score(self, rollout_id: str, score: float | None, judge: str, judge_failure: str | None = None) -> Rollout:
         """Store a judge's score or failure, in place of an earlier one. Raises RecordNotFound."""
         if (score is None) == (judge_failure is None):
@@ -276,16 +243,11 @@ class Rollouts(Verbs):
         """
         with write(self._engine) as connection:
             for rollout in over:
-                mine = matches(schema.rollouts, id=rollout.id, state=RolloutState.PLANNED)
+                before = states_before(ROLLOUT_TRANSITIONS, rollout.state)
+                mine = matches(schema.rollouts, id=rollout.id, state=before)
                 values = _truncate({name: _row(rollout)[name] for name in _ENDS})
                 if not connection.execute(sa.update(schema.rollouts).where(mine).values(**values)).rowcount:
                     raise InvalidTransition(f"rollout {rollout.id} is unknown, or was ended by another process")
-
-    def _end(self, rollout_id: str, state: RolloutState, **values: Any) -> Rollout:
-        planned = self.get(rollout_id)
-        check_transition(ROLLOUT_TRANSITIONS, planned.state, state, f"rollout {rollout_id}")
-        self.end_all([msgspec.structs.replace(planned, state=state, **values)])
-        return self.get(rollout_id)
 
     def _select(self, where: sa.ColumnElement[bool], responses: bool = True) -> list[Rollout]:
         columns = [

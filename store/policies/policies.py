@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import write
-from ratchet.store.db.verbs import MAX_PAGE, Verbs, matches
+from ratchet.store.db.verbs import Verbs, matches
 from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
 from ratchet.store.policies.serving import (
     HOLDBACK_SHARE,
@@ -58,16 +58,6 @@ class Prompts(Verbs):
         """Return a prompt. Raises RecordNotFound."""
         query = sa.select(schema.prompts).where(schema.prompts.c.id == prompt_id)
         return self._one(Prompt, query, f"no prompt {prompt_id}")
-
-    def page(self, limit: int = 100, before: str | None = None) -> list[Prompt]:
-        """Return at most `limit` prompts older than the id `before`, newest first."""
-        table = schema.prompts
-        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.id.desc()).limit(min(limit, MAX_PAGE))
-        if before is not None:
-            last = self.get(before)
-            key = sa.tuple_(sa.literal(last.created_at), sa.literal(last.id))
-            query = query.where(sa.tuple_(table.c.created_at, table.c.id) < key)
-        return self._records(Prompt, query)
 
 
 def prompt_id(mode: str, text: str, families: Mapping[str, str]) -> str:

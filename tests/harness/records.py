@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.content.messages import link_keys, node, path, tool_call_ids, tools_hash
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read
+from ratchet.store.operation_records import Rollout
 from ratchet.store.records import (
     CallEnded,
     CallStarted,
@@ -22,7 +24,7 @@ from ratchet.store.records import (
     pack_ids,
     pack_logprobs,
 )
-from ratchet.store.states import CallState, ToolOutcome, ToolResult
+from ratchet.store.states import CallState, RolloutState, ToolOutcome, ToolResult
 from ratchet.store.store import Store
 
 TOOLS: list[dict[str, Any]] = [
@@ -112,6 +114,15 @@ def answered_trajectory(store: Store, name: str, answer: str = "Oslo", **changes
     """Ship a trajectory of one answered call."""
     start = call_start(f"call_{name}", name, **changes)
     store.calls.ship([start, ended(start, {"role": "assistant", "content": answer})])
+
+
+def end_rollout(store: Store, name: str, *, failure: str | None = None, **values: Any) -> Rollout:
+    """End a planned rollout as the runner does: with a failure, else with what the workflow returned."""
+    state = RolloutState.ENDED if failure is None else RolloutState.FAILED
+    times = {"started_at": 1.0, "ended_at": 2.0}
+    planned = store.rollouts.get(name)
+    store.rollouts.end_all([msgspec.structs.replace(planned, state=state, failure=failure, **(times | values))])
+    return store.rollouts.get(name)
 
 
 def judged_group(

@@ -15,7 +15,7 @@ from ratchet.store.records import Group, Verdict
 from ratchet.store.store import Store, open_store
 from tests.harness.chat_models import ScriptedModel, says
 from tests.harness.cli.project import Project
-from tests.harness.records import answered_trajectory
+from tests.harness.records import answered_trajectory, end_rollout
 
 CAREFUL = "def judge(response):\n    return float(response.strip() == 'Oslo')\n"
 FOOLED = "def judge(response):\n    return float('Oslo' in response)\n"
@@ -140,8 +140,8 @@ def test_a_groups_members_keep_version_scenario_step_and_exception_through_judgi
     for attempt, name in enumerate(("t1", "t2")):
         scenario = {"mailbox": f"box {attempt}"}
         store.rollouts.plan([Rollout(id=name, attempt=attempt, scenario=scenario, step=7, **planned)])
-    store.rollouts.end("t1", started_at=1.0, ended_at=2.0)
-    store.rollouts.fail("t2", "TimeoutError: 60 s are over", 2.0)
+    end_rollout(store, "t1", started_at=1.0, ended_at=2.0)
+    end_rollout(store, "t2", failure="TimeoutError: 60 s are over")
     group = grouped(store)
     judge: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": "1"}
     store.groups.record_verdicts(

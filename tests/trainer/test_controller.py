@@ -22,7 +22,7 @@ from ratchet.trainer.adapters.checkpoint import newest_complete
 from ratchet.trainer.advantages import MemberAdvantages
 from ratchet.trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
 from ratchet.trainer.rounds.round_runner import RoundRunner
-from tests.harness.records import tool_called
+from tests.harness.records import end_rollout, tool_called
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_learner import ScriptedLearner
@@ -380,6 +380,6 @@ def test_a_version_that_is_being_compared_keeps_its_folder_until_that_is_over(
     folders = tmp_path / "checkpoints"
     assert [folder.name for folder in sorted(folders.glob("0*"))] == ["0001", "0003"]
     assert store.policies.get("agent", 1).pruned_at is None
-    store.rollouts.fail("roll_1", "stopped", time.time())
+    end_rollout(store, "roll_1", failure="stopped", ended_at=time.time())
     controller.step(4000.0)
     assert [folder.name for folder in sorted(folders.glob("0*"))] == ["0003"]

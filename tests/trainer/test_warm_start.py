@@ -22,7 +22,7 @@ from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.trainer_sections import WarmStartSettings
 from ratchet.trainer.tasks import is_held_out
 from ratchet.trainer.warm_start import COLLECTED, SFTDataCollector, SFTRows, mix_rows, warm_start_metrics
-from tests.harness.records import QUESTION, call_start, ended, tool_call
+from tests.harness.records import QUESTION, call_start, end_rollout, ended, tool_call
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
@@ -237,7 +237,7 @@ def test_what_the_tuning_collected_is_imitated_and_trains_nothing_else(
             purpose="eval",
         )  # fmt: skip
         store.rollouts.plan([planned])
-        store.rollouts.end(name, started_at=1.0, ended_at=2.0)
+        end_rollout(store, name, started_at=1.0, ended_at=2.0)
         store.rollouts.score(name, score, "rule")
     make_controller().step(1000.0)
     assert {store.trajectories.get(name).state for name in names} == {TrajectoryState.DROPPED}

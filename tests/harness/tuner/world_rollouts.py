@@ -9,6 +9,7 @@ from ratchet.store.operation_records import Rollout
 from ratchet.store.store import Store
 from ratchet.trainer.tasks import Task, content_id
 from ratchet.tuner.rollouts.runner import RolloutJob, plan_rollout
+from tests.harness.records import end_rollout
 from tests.harness.tuner import prompt_world
 
 TOKENS = 30  # of a rollout
@@ -57,10 +58,13 @@ class WorldRollouts:
         self.made.append((prompt, job.task.id))
         now = time.time()
         if self.fails(job):
-            return self._store.rollouts.fail(rollout.id, "RuntimeError: scripted", now, prompt_tokens=TOKENS)
+            return end_rollout(
+                self._store, rollout.id, failure="RuntimeError: scripted", ended_at=now, prompt_tokens=TOKENS
+            )
         reply = self._answer(prompt, job.task.row["question"])
         right = reply == job.task.row["answer"]
-        self._store.rollouts.end(
+        end_rollout(
+            self._store,
             rollout.id,
             started_at=now,
             ended_at=now,
