@@ -21,7 +21,7 @@ from ratchet.store.records import ToolCall
 from ratchet.store.states import ToolResult
 from ratchet.store.store import open_store
 from ratchet.trainer.sentinel.checks import TOOL_WINDOW, check_tool_health
-from ratchet.trainer.settings.trainer_sections import SentinelSettings
+from ratchet.trainer.settings.trainer_settings import SentinelSettings
 
 _WINDOW = 2_000
 _FIRST, _STEP, _MAX_CALLS = 600, 100, 400  # calls

@@ -35,13 +35,13 @@ from ratchet.trainer.rows.chat_rows import ChatRenderer, ChatRowsProcess, Conver
 from ratchet.trainer.rows.token_row import Roles, TokenRow
 from ratchet.trainer.settings.judge_specs import gives_only_ranks
 from ratchet.trainer.settings.learner_settings import LearnerSettings
-from ratchet.trainer.settings.trainer_sections import (
+from ratchet.trainer.settings.trainer_settings import (
     DEMONSTRATIONS,
     POLICY,
     RESERVED_SOURCES,
+    TrainerSettings,
     WarmStartSettings,
 )
-from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks import TaskSet, is_held_out, is_set_aside
 
 # Warm starts that tuning runs request from the trainer.

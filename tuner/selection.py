@@ -44,7 +44,7 @@ from ratchet.trainer.release.evaluation import (
     compare_with_judge,
     version_name,
 )
-from ratchet.trainer.settings.trainer_sections import ReleaseSettings
+from ratchet.trainer.settings.trainer_settings import ReleaseSettings
 from ratchet.trainer.statistics import (
     CandidateScore,
     Compared,

@@ -32,8 +32,7 @@ from ratchet.trainer.settings.learner_settings import (
     LearnerSettings,
     Section,
 )
-from ratchet.trainer.settings.trainer_sections import AdapterSettings
-from ratchet.trainer.settings.trainer_settings import NO_JUDGE, TrainerSettings
+from ratchet.trainer.settings.trainer_settings import NO_JUDGE, AdapterSettings, TrainerSettings
 from ratchet.tuner.settings import TunerSettings
 
 _Section = TypeVar("_Section", bound=BaseModel)

@@ -18,7 +18,7 @@ from ratchet.store.states import RolloutState, TuningState
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.errors import TrainerError, TuningError
 from ratchet.trainer.judges.kinds.function import FunctionJudge
-from ratchet.trainer.settings.trainer_sections import ReleaseSettings
+from ratchet.trainer.settings.trainer_settings import ReleaseSettings
 from ratchet.tuner.selection import WorkflowEvaluator
 from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm

@@ -17,8 +17,7 @@ from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
 from ratchet.trainer.observability.monitors import check_installed, monitored
 from ratchet.trainer.sentinel.sentinel import Sentinel
-from ratchet.trainer.settings.trainer_sections import SentinelSettings
-from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.settings.trainer_settings import SentinelSettings, TrainerSettings
 from ratchet.trainer.statistics import MeanDifference
 from tests import house
 from tests.harness.packages import ROOT, register

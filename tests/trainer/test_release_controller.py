@@ -15,7 +15,7 @@ from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.release.policy import ReleaseRules, shares_of
 from ratchet.trainer.release.release_evidence import UNIT_SECONDS, OutcomeCounter, UsualDuration
-from ratchet.trainer.settings.trainer_sections import ReleaseSettings
+from ratchet.trainer.settings.trainer_settings import ReleaseSettings
 from tests.harness.records import call_start, ended, tool_call
 from tests.harness.trainer.releases import make_release
 

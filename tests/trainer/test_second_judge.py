@@ -23,7 +23,7 @@ from ratchet.trainer.judges.judge_runner import (
 from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement
 from ratchet.trainer.judges.kinds.function import FunctionJudge
 from ratchet.trainer.sentinel.sentinel import Sentinel
-from ratchet.trainer.settings.trainer_sections import SentinelSettings
+from ratchet.trainer.settings.trainer_settings import SentinelSettings
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer import judge_samples
 

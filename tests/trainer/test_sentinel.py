@@ -35,7 +35,7 @@ from ratchet.trainer.sentinel.sentinel import (
     check_versions,
     unnecessary_tool_calls,
 )
-from ratchet.trainer.settings.trainer_sections import SentinelSettings
+from ratchet.trainer.settings.trainer_settings import SentinelSettings
 from ratchet.trainer.statistics import mean_change, share_change
 from tests.harness.records import TOOLS
 

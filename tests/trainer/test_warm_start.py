@@ -19,7 +19,7 @@ from ratchet.trainer.errors import SettingError
 from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.settings.judge_specs import FunctionSpec
-from ratchet.trainer.settings.trainer_sections import WarmStartSettings
+from ratchet.trainer.settings.trainer_settings import WarmStartSettings
 from ratchet.trainer.tasks import is_held_out
 from ratchet.trainer.warm_start import COLLECTED, SFTDataCollector, SFTRows, mix_rows, warm_start_metrics
 from tests.harness.records import QUESTION, call_start, end_rollout, ended, tool_call

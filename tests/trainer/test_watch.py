@@ -11,7 +11,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.sentinel import sentinel
 from ratchet.trainer.sentinel.checks import read_behavior
 from ratchet.trainer.sentinel.sentinel import Sentinel
-from ratchet.trainer.settings.trainer_sections import SentinelSettings
+from ratchet.trainer.settings.trainer_settings import SentinelSettings
 from tests.harness import records
 from tests.harness.records import answered_trajectory, call_start, ended
 from tests.harness.trainer.agents import damage_tokens

@@ -33,7 +33,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import BusyPeriod, VllmLoad
 from ratchet.trainer.collect.grouping import PlannedGroup
 from ratchet.trainer.rows.build_rows import why_untrainable
-from ratchet.trainer.settings.trainer_sections import ResamplingSettings
+from ratchet.trainer.settings.trainer_settings import ResamplingSettings
 
 # One resampling call: requests another answer to a recorded prompt through the proxy, and records the result.
 #

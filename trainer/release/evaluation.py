@@ -34,8 +34,7 @@ from ratchet.trainer.release.invariants import (
     has_sampling_parameters,
     sampling_of,
 )
-from ratchet.trainer.settings.trainer_sections import ReleaseSettings
-from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.settings.trainer_settings import ReleaseSettings, TrainerSettings
 
 
 def version_name(policy: Policy) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ratchet.trainer.settings.trainer_sections import ReleaseSettings
+from ratchet.trainer.settings.trainer_settings import ReleaseSettings
 
 _MIN_RAMP = 256
 

@@ -15,7 +15,7 @@ from ratchet.store.records import ToolCall, Transcript
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.trainer.judges.judgement import text_of
 from ratchet.trainer.observability.metrics import Finding
-from ratchet.trainer.settings.trainer_sections import SentinelSettings
+from ratchet.trainer.settings.trainer_settings import SentinelSettings
 from ratchet.trainer.statistics import MIN_SIGMAS, MIN_VALUES, share_change
 
 # Tool health: whether a tool fails more often than before. Pure.

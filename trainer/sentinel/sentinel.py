@@ -27,7 +27,7 @@ from ratchet.trainer.sentinel.checks import (
     check_tool_health,
     read_behavior,
 )
-from ratchet.trainer.settings.trainer_sections import SentinelSettings
+from ratchet.trainer.settings.trainer_settings import SentinelSettings
 from ratchet.trainer.statistics import MIN_SIGMAS, MeanChange, mean_change
 
 # Checks of the sentinel on rounds and versions: the round's metrics, rates by version, and drift.

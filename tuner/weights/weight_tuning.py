@@ -36,8 +36,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.rounds.backlog import is_drained
-from ratchet.trainer.settings.trainer_sections import WarmStartSettings
-from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.settings.trainer_settings import TrainerSettings, WarmStartSettings
 from ratchet.trainer.statistics import CandidateScore, Compared, ComparisonVerdict, compare, rank
 from ratchet.trainer.tasks import TEST, Task
 from ratchet.trainer.warm_start import COLLECTED, warm_start_metrics
