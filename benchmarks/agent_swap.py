@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from ratchet.trainer.learner import base_model
+from ratchet.trainer.learner import lora
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.trainer.gpu_shapes import config_of
@@ -69,13 +69,13 @@ def timed(repetitions: int, *runs: Callable[[], object]) -> dict[str, float]:
 
 def measure(shape: str, repetitions: int, folder: Path) -> dict[str, Any]:
     """Return the figures of a model's shapes."""
-    load = base_model.load
-    base_model.load = lambda *_, **__: (build_hollow_model(shape), build_tokenizer())
+    load = lora.load
+    lora.load = lambda *_, **__: (build_hollow_model(shape), build_tokenizer())
     try:
         process = LearnerProcessSettings(lora_r=RANK, threads=1)
         host = LearnerHost("random weights", process)
     finally:
-        base_model.load = load
+        lora.load = load
     settings = LearnerSettings(lora_r=RANK, lora_alpha=2 * RANK, learning_rate=1e-5)
     for agent in AGENTS:
         host.open(agent, settings, None)

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from ratchet.trainer.learner.host import LearnerHost
-from ratchet.trainer.learner_client import LearnerAgent, RemoteLearner
+from ratchet.trainer.learner_client import AgentLearner
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.proxy.servers import eventually
 from tests.harness.trainer.learner_process import LearnerProcess
@@ -39,7 +39,7 @@ def main(rounds: int) -> None:
             host = LearnerHost(str(model), LearnerProcessSettings(threads=1))
             host.open(_AGENT, settings, None)
             eventually(served.is_ready, 240)
-            remote = RemoteLearner(served.connection, LearnerAgent(_AGENT), settings)
+            remote = AgentLearner(served.connection, _AGENT, settings)
             saved = served.checkpoints / _AGENT / "checkpoints" / "0001"
             remote.train_round(build_rows(_ROWS))
             remote.save(saved)
@@ -50,7 +50,7 @@ def main(rounds: int) -> None:
 
 
 def _measure(
-    host: LearnerHost, remote: RemoteLearner, settings: LearnerSettings, saved: Path, rounds: int
+    host: LearnerHost, remote: AgentLearner, settings: LearnerSettings, saved: Path, rounds: int
 ) -> dict[str, dict[str, float]]:
     rows = build_rows(_ROWS)
     ids = [row.ids for row in rows]

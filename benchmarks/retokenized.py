@@ -39,7 +39,7 @@ import torch
 from ratchet.output import drawing
 from ratchet.trainer.advantages import group_advantages
 from ratchet.trainer.errors import RowError
-from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings

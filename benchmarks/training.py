@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from ratchet.store.records import Call, Choice, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
-from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
 from ratchet.trainer.settings.learner_settings import LearnerSettings

@@ -24,7 +24,7 @@ from ratchet.proxy.coordinator.conversations.conversation_cache import MAX_CONVE
 from ratchet.settings.load_settings import load
 from ratchet.settings.project_settings import SECRETS, Settings, with_values
 from ratchet.supervisor import vllm_command
-from ratchet.trainer.learner_service.app import LearnerApp
+from ratchet.trainer.learner_service.service import LearnerApp
 from ratchet.trainer.observability.metrics import MetricsRegistry
 from tests.harness import helm
 from tests.harness.proxy.running_proxy import running
@@ -184,7 +184,7 @@ def vllm_arguments(planned: vllm_command.VllmCommand) -> list[str]:
 
 
 def test_every_probe_asks_a_route_that_the_service_has(tmp_path: Path, store_file: Path) -> None:
-    learner = LearnerApp(*cast("Any", (None, None, None, None, None, 1)))
+    learner = LearnerApp(cast("Any", None), None, 1)
     answered = {"learner": {route.path for route in cast("Any", learner.asgi.routes)}}
     with open_store_for_command(str(store_file)) as store:
         registry = MetricsRegistry(store)

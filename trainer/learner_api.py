@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
 
+from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
@@ -26,11 +26,11 @@ class LogprobScorer(Protocol):
         ...
 
 
-class LearnerProtocol(Protocol):
+class LearnerProtocol(LogprobScorer, Protocol):
     """The learner of a round. References name versions in the adapter store (`adapters/adapter_store.py`).
 
-    `save` publishes a version whole or not at all. `RemoteLearner` implements it by the learner service, and
-    `ratchet.trainer.learner.host.Learner` in process for local references.
+    `save` publishes a version whole or not at all. `ratchet.trainer.learner_client.AgentLearner` implements it
+    by the learner service, and in process for `ratchet.trainer.local_learner.Learner`.
     """
 
     @property
@@ -40,13 +40,13 @@ class LearnerProtocol(Protocol):
 
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport: ...
 
-    def score(
-        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str = True
-    ) -> list[tuple[float, ...]]: ...
-
     def save(self, reference: str, /) -> None: ...
 
     def load(self, reference: str | None, settings: LearnerSettings, /) -> None: ...
+
+    def report_progress_to(self, progress: Progress) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class AgentHost(Protocol):
@@ -56,16 +56,11 @@ class AgentHost(Protocol):
     """
 
     limits: ModelLimits
+    on_rows: Callable[[int], None]  # gets the number of rows of each trained micro-batch
 
     def open(self, agent: str, settings: LearnerSettings, resume_from: Path | None) -> int: ...
 
-    def train_round(
-        self,
-        agent: str,
-        rows: Sequence[TokenRow],
-        rate_scale: float = 1.0,
-        on_rows: Callable[[int], None] | None = None,
-    ) -> RoundReport: ...
+    def train_round(self, agent: str, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport: ...
 
     def score(
         self, agent: str, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
@@ -74,6 +69,8 @@ class AgentHost(Protocol):
     def save(self, agent: str, folder: Path) -> None: ...
 
     def close(self, agent: str) -> None: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,63 +174,40 @@ class RoundReport:
 
 # What controller and learner service say to each other over HTTP. Imports no torch.
 #
-#     GET  /health                    200 once the base model is loaded, 503 before
-#     GET  /metrics                   Prometheus
-#     GET  /v1/status                 JSON: LearnerStatus
-#     POST /v1/open                   OpenRequest: an agent's state; the answer has its session id
-#     POST /v1/sessions/ID/train      TrainRequest; result RoundReport
-#     POST /v1/sessions/ID/score      ScoreRequest; result one tuple of logprobs per row
-#     POST /v1/sessions/ID/save       SaveRequest
-#     POST /v1/sessions/ID/load       LoadRequest: another checkpoint in place, as for a rollback
-#     POST /v1/sessions/ID/close
+#     GET  /health                200 once the base model is loaded, 503 before
+#     GET  /metrics               Prometheus
+#     GET  /v1/status             JSON: LearnerStatus
+#     POST /v1/operations/ID      OperationRequest, under an id that the client chose; a second one does nothing
+#     GET  /v1/operations/ID      InProgress while it waits and runs, then its Answer
 #
-# Bodies are msgpack. Answers of POST are streams of frames (four bytes of length, big endian, then msgpack):
-# `QueuePosition`, `RowsDone` and `Alive` while the operation waits and runs, then one `Answer`. So a long round needs
-# no job to ask for, and silence for longer than SILENCE_SECONDS means that the connection is lost. A request that is
-# refused before it waits has a status of 400 or more and a JSON body `Refusal`.
+# Bodies are msgpack. A refused request has a status of 400 or more and a JSON body `Refusal`. An operation whose client
+# asks no more before its turn does not run.
 #
-# Revisions: every train, load and open of a session raises its revision, and train, score and save name the revision
-# that the client knows. A client that lost the answer of a round therefore cannot save or score what it does not know;
-# it loads the newest commit. A session that the learner does not know (it was restarted, or another client has opened
-# the agent) is status 409.
+# State ids: open and train give an agent's state another id, whatever becomes of them, and train, score and save name
+# the id that the client knows. A client that lost the answer of a round therefore cannot save or score what it does not
+# know, nor can one whose learner was restarted or whose agent another client has opened: it opens the newest commit.
 
-Verb = Literal["open", "load", "train", "score", "save", "close"]
+Verb = Literal["open", "train", "score", "save", "close"]
 TOKEN_VARIABLE = "RATCHET_LEARNER_TOKEN"
-MSGPACK = "application/msgpack"
-ALIVE_SECONDS = 5.0  # between two frames of an answer, at most
-SILENCE_SECONDS = 120.0  # then the connection counts as lost
 MAX_AGENT_CHARS = 100
-
-_LENGTH = struct.Struct(">I")
-_MAX_FRAME = 2**31
 
 
 class OpenRequest(msgspec.Struct, frozen=True):
-    """Open an agent. `source` is a checkpoint's reference, None for a new adapter.
+    """Open an agent, or replace its state. `source` is a checkpoint's reference, None for a new adapter.
 
-    `share` is the agent's share of the compute time. `version` is the controller's version of Ratchet, and
-    `base_model` the digests of its base model's files by part, empty if it does not have them.
+    `version` is the controller's version of Ratchet, and `base_model` the digests of its base model's files by part,
+    empty if it does not have them.
     """
 
-    agent: str
     settings: LearnerSettings
     source: str | None
-    share: float
     version: str
     base_model: dict[str, str]
-
-
-class LoadRequest(msgspec.Struct, frozen=True):
-    """Replace the state of an open agent by that of a checkpoint; None: by a new adapter."""
-
-    settings: LearnerSettings
-    source: str | None
 
 
 class TrainRequest(msgspec.Struct, frozen=True):
     """Train a round."""
 
-    revision: int
     rows: tuple[TokenRow, ...]
     rate_scale: float
 
@@ -244,7 +218,6 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     `masks` has a byte for each token of a row, 1 if it is scored; an empty mask: all but the first.
     """
 
-    revision: int
     rows: tuple[tuple[int, ...], ...]
     adapter: bool | str
     masks: tuple[bytes, ...] = ()
@@ -253,38 +226,34 @@ class ScoreRequest(msgspec.Struct, frozen=True):
 class SaveRequest(msgspec.Struct, frozen=True):
     """Write a checkpoint to a new reference."""
 
-    revision: int
     target: str
 
 
-class QueuePosition(msgspec.Struct, frozen=True, tag=True):
-    """The operation waits behind `ahead` others; 0: it runs."""
+class OperationRequest(msgspec.Struct, frozen=True):
+    """An operation of an agent. `share` is its share of the compute time; `arguments` the request of its verb."""
+
+    agent: str
+    verb: Verb
+    arguments: msgspec.Raw
+    state: str = ""  # that the client knows
+    share: float = 1.0
+
+
+class InProgress(msgspec.Struct, frozen=True, tag=True):
+    """An operation waits behind `ahead` others, or it runs (0); a round has trained so many rows."""
 
     ahead: int
-
-
-class RowsDone(msgspec.Struct, frozen=True, tag=True):
-    """The running round has trained this many rows."""
-
     rows: int
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Nothing has changed; the connection lives."""
-
-
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The end of an operation: the session afterwards, and its result or the name and message of its error."""
+    """The end of an operation: the agent's state afterwards, and its result or the name and message of its error."""
 
-    session: str
-    revision: int
+    state: str
     step: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")  # msgpack's nil
     error: str | None = None
     message: str = ""
-
-
-Frame = QueuePosition | RowsDone | Alive | Answer
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -311,47 +280,13 @@ class LearnerStatus(msgspec.Struct, frozen=True):
     version: str
     base_model: str
     base_model_digests: dict[str, str]
-    ready: bool
     sharding: str
     processes: int
     machines: int
-    limits: ModelLimits | None
-    running: str | None  # "AGENT VERB"
-    agents: tuple[AgentStatus, ...]
+    ready: bool = False
+    limits: ModelLimits | None = None
+    running: str | None = None  # "AGENT VERB"
+    agents: tuple[AgentStatus, ...] = ()
 
 
-_encoder = msgspec.msgpack.Encoder()
-_frames = msgspec.msgpack.Decoder(Frame)
-
-
-def encode(message: Any) -> bytes:
-    return _encoder.encode(message)
-
-
-def encode_frame(frame: Frame) -> bytes:
-    body = _encoder.encode(frame)
-    return _LENGTH.pack(len(body)) + body
-
-
-def read_frames(chunks: Iterable[bytes]) -> Iterator[Frame]:
-    """Yield the frames of a streamed answer. Raises ValueError if it is not one; an incomplete frame is dropped."""
-    buffer = bytearray()
-    for chunk in chunks:
-        buffer += chunk
-        while len(buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer)
-            if length > _MAX_FRAME:
-                raise ValueError("not an answer of the learner service")
-            end = _LENGTH.size + length
-            if len(buffer) < end:
-                break
-            yield _frames.decode(bytes(buffer[_LENGTH.size : end]))
-            del buffer[:end]
-
-
-def decode_scores(result: msgspec.Raw) -> list[tuple[float, ...]]:
-    return msgspec.msgpack.decode(result, type=list[tuple[float, ...]])
-
-
-def decode_report(result: msgspec.Raw) -> RoundReport:
-    return msgspec.msgpack.decode(result, type=RoundReport)
+encode = msgspec.msgpack.Encoder().encode

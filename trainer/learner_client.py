@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import MappingProxyType, TracebackType
+from typing import Any, Protocol
 
 import httpx
 import msgspec
@@ -28,49 +28,46 @@ from ratchet.trainer import errors
 from ratchet.trainer.adapters.base_model_files import DIGESTS, digests, model_folder
 from ratchet.trainer.errors import LearnerServiceError, LearnerUnreachable, TrainerError
 from ratchet.trainer.learner_api import (
-    MSGPACK,
-    SILENCE_SECONDS,
     TOKEN_VARIABLE,
     Answer,
-    Frame,
+    InProgress,
     LearnerStatus,
-    LoadRequest,
     ModelLimits,
     OpenRequest,
-    QueuePosition,
+    OperationRequest,
     Refusal,
     RoundReport,
-    RowsDone,
     SaveRequest,
     ScoreRequest,
     TrainRequest,
     Verb,
-    decode_report,
-    decode_scores,
     encode,
-    read_frames,
     unfit,
 )
-from ratchet.trainer.observability.progress import TRAINING, Phase, Progress
+from ratchet.trainer.observability.progress import TRAINING, Progress
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 # HTTP connections to one learner service. Errors of the network and of the service become TrainerError here.
 
+_decoder = msgspec.msgpack.Decoder(InProgress | Answer)
 _CONNECT_SECONDS = 10.0
-_WRITE_SECONDS = 120.0
+_SILENCE_SECONDS = 120.0  # then the connection counts as lost
 _STATUS_SECONDS = 30.0
 
 
 class LearnerConnection:
-    """The service at a URL. Several threads may use it. `check` is called before each operation, and may refuse it."""
+    """The service at a URL. Several threads may use it. `check` is called before each operation, and may refuse it.
+
+    Its methods raise LearnerUnreachable and LearnerServiceError.
+    """
 
     def __init__(self, url: str, token: str | None = None, check: Callable[[], None] = lambda: None) -> None:
         self.url = url.rstrip("/")
         self._check = check
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        timeout = httpx.Timeout(SILENCE_SECONDS, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS)
+        timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
         except httpx.InvalidURL as error:
@@ -80,65 +77,51 @@ class LearnerConnection:
         self._http.close()
 
     def status(self) -> LearnerStatus:
-        """Return the learner's status. Raises LearnerUnreachable, LearnerServiceError."""
         try:
-            response = self._http.get("/v1/status", timeout=_STATUS_SECONDS)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
-        if response.is_error:
-            raise self._refusal(response.status_code, response.content)
-        try:
-            return msgspec.json.decode(response.content, type=LearnerStatus)
+            return msgspec.json.decode(self._ask("GET", "/v1/status", timeout=_STATUS_SECONDS), type=LearnerStatus)
         except msgspec.MsgspecError as error:
             raise LearnerServiceError(
                 f"learner.url {self.url} is not this version's learner service: {error}"
             ) from error
 
-    def post(self, path: str, message: Any, on_frame: Callable[[Frame], None] = lambda frame: None) -> Answer:
-        """Run an operation to its end; `on_frame` gets what is answered before. Never sends a request twice.
+    def run(
+        self, request: OperationRequest, on_progress: Callable[[InProgress], None] = lambda progress: None
+    ) -> Answer:
+        """Run an operation to its end, and return its answer, also if it failed. `on_progress` gets what changes.
 
-        Raises the TrainerError of the operation, LearnerUnreachable or LearnerServiceError.
+        Never sends a request twice.
         """
-        answer = self.exchange(path, message, on_frame)
-        if answer.error is not None:
-            raise made_error(answer.error, answer.message)
-        return answer
-
-    def exchange(self, path: str, message: Any, on_frame: Callable[[Frame], None] = lambda frame: None) -> Answer:
-        """Run an operation to its end, as `post` does; return its answer also if it failed."""
         self._check()
+        path, last = f"/v1/operations/{secrets.token_hex(16)}", InProgress(0, 0)
+        self._ask("POST", path, content=encode(request))
+        while True:
+            try:
+                found = _decoder.decode(self._ask("GET", path))
+            except msgspec.MsgspecError as error:
+                raise LearnerServiceError(f"learner.url {self.url} is not a learner service: {error}") from error
+            if isinstance(found, Answer):
+                return found
+            if found != last:
+                on_progress(found)
+            last = found
+
+    def _ask(self, method: str, path: str, **more: Any) -> bytes:
         try:
-            with self._http.stream(
-                "POST", path, content=encode(message), headers={"content-type": MSGPACK}
-            ) as response:
-                if response.is_error:
-                    raise self._refusal(response.status_code, response.read())
-                if response.headers.get("content-type") != MSGPACK:
-                    raise ValueError("its answer is of another type")
-                for frame in read_frames(response.iter_bytes()):
-                    if isinstance(frame, Answer):
-                        return frame
-                    on_frame(frame)
+            response = self._http.request(method, path, **more)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
-        except (ValueError, msgspec.MsgspecError) as error:
-            raise LearnerServiceError(f"learner.url {self.url} is not a learner service: {error}") from error
-        raise LearnerUnreachable(f"the learner at {self.url} ended before it answered; its log says why")
-
-    def _unreachable(self, error: Exception) -> LearnerUnreachable:
-        return LearnerUnreachable(
-            f"learner.url {self.url} does not answer ({error or type(error).__name__}): start `ratchet learner` there, "
-            "or set the address of a running one"
-        )
-
-    def _refusal(self, status: int, body: bytes) -> TrainerError:
+            raise LearnerUnreachable(
+                f"learner.url {self.url} does not answer ({error or type(error).__name__}): start `ratchet learner` "
+                "there, or set the address of a running one"
+            ) from error
+        if not response.is_error:
+            return response.content
         try:
-            refusal = msgspec.json.decode(body, type=Refusal)
+            refusal = msgspec.json.decode(response.content, type=Refusal)
         except msgspec.MsgspecError:
-            return LearnerServiceError(
-                f"learner.url {self.url} is not a learner service: it answered with status {status}"
-            )
-        return made_error(refusal.error, f"the learner at {self.url} refuses: {refusal.message}")
+            raise LearnerServiceError(
+                f"learner.url {self.url} is not a learner service: it answered with status {response.status_code}"
+            ) from None
+        raise made_error(refusal.error, f"the learner at {self.url} refuses: {refusal.message}")
 
 
 def made_error(name: str, message: str) -> TrainerError:
@@ -149,49 +132,51 @@ def made_error(name: str, message: str) -> TrainerError:
     return LearnerServiceError(f"{name}: {message}")
 
 
-# RemoteLearner: one agent's learner over the learner service; implements LearnerProtocol. Imports no torch.
+# AgentLearner: one agent's learner; implements LearnerProtocol. Imports no torch.
 #
-# It opens the agent with its first operation. If the connection or the learner's session is lost, the operation raises
+# It opens the agent with its first operation. If the connection or the agent's state is lost, the operation raises
 # LearnerUnreachable and nothing is sent again. The next operation opens the agent again by itself if its state is that
 # of a checkpoint: it was loaded or saved and not trained since. Otherwise it raises LearnerUnreachable until `load`.
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerAgent:
-    """Whose learner it is. `share` is its share of the compute time; `base_model` the digests of its files by part."""
+class LearnerOperations(Protocol):
+    """Runs the operations of a learner: over HTTP, or in process (`trainer/local_learner.py`)."""
 
-    name: str
-    share: float = 1.0
-    base_model: Mapping[str, str] = field(default_factory=dict)
+    def status(self) -> LearnerStatus: ...
 
-
-@dataclass(frozen=True, slots=True)
-class _SavedState:
-    """A checkpoint that equals the learner's state."""
-
-    settings: LearnerSettings
-    source: str | None
+    def run(
+        self, request: OperationRequest, on_progress: Callable[[InProgress], None] = lambda progress: None
+    ) -> Answer: ...
 
 
-class RemoteLearner:
-    """The learner of one agent. One thread at a time may train, save and load; others may score beside it."""
+class AgentLearner:
+    """The learner of one agent. One thread at a time may train, save and load; others may score beside it.
+
+    `share` is the agent's share of the compute time, and `base_model` the digests of its base model's files by part.
+    Its methods raise what those of `LearnerHost` raise, and LearnerUnreachable.
+    """
 
     def __init__(
         self,
-        connection: LearnerConnection,
-        agent: LearnerAgent,
+        connection: LearnerOperations,
+        agent: str,
         settings: LearnerSettings,
         source: str | Path | None = None,
+        *,
+        share: float = 1.0,
+        base_model: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._connection = connection
         self._agent = agent
+        self._share = share
+        self._base_model = base_model
         self._settings = settings
-        self._saved: _SavedState | None = _SavedState(settings, _reference(source))
-        self._lock = threading.Lock()
-        self._session = ""  # empty: not open
-        self._revision = 0
+        self._source = _reference(source)
+        self._saved = True  # the learner's state is that of `_source`
+        self._lock = threading.RLock()
+        self._state = ""  # the id of the learner's state; empty: not open
         self._step = 0
         self._limits: ModelLimits | None = None
         self._progress = Progress()
@@ -205,7 +190,7 @@ class RemoteLearner:
         self._progress = progress
 
     def unfit(self, row: TokenRow) -> str | None:
-        """Return why the base model cannot be trained on a row; None if it can. Raises LearnerUnreachable."""
+        """Return why the base model cannot be trained on a row; None if it can."""
         if self._limits is None:
             self._limits = self._connection.status().limits
         if self._limits is None:
@@ -213,112 +198,93 @@ class RemoteLearner:
         return unfit(self._limits, row)
 
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
-        """Train on the rows once. Raises as `Learner.train_round` does, and LearnerUnreachable; never tries again."""
-        session = self._opened()
-        self._saved = None
+        """Train on the rows once; never tries again."""
+        state = self._opened()
+        self._saved = False
         phase = self._progress.begin(TRAINING, len(rows))
+
+        def watch(progress: InProgress) -> None:
+            if progress.ahead:
+                log.info("event=learner_waiting agent=%s ahead=%d", self._agent, progress.ahead)
+            elif progress.rows:
+                phase.at(min(progress.rows, len(rows)), len(rows))
+
         try:
-            request = TrainRequest(self._revision, tuple(rows), rate_scale)
-            return decode_report(self._run("train", session, request, self._watcher(phase, len(rows))).result)
+            answer = self._run("train", TrainRequest(tuple(rows), rate_scale), state, watch)
         finally:
             phase.end()
+        return msgspec.msgpack.decode(answer.result, type=RoundReport)
 
     def score(
         self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path | str = True
     ) -> list[tuple[float, ...]]:
-        """Return the logprobs of each row, as `Learner.score` does; a text or path is a checkpoint's reference."""
+        """Return the logprobs of each row, as `LearnerHost.score` does; a text or path is a checkpoint's reference."""
         ids = tuple(tuple(row.ids if isinstance(row, TokenRow) else row) for row in rows)
-        scored_with = adapter if isinstance(adapter, bool) else str(adapter)
-        session = self._opened()
         masks = tuple(bytes(row.mask) if isinstance(row, TokenRow) else b"" for row in rows)
-        request = ScoreRequest(self._revision, ids, scored_with, masks if any(masks) else ())
-        return decode_scores(self._run("score", session, request).result)
+        scored_with = adapter if isinstance(adapter, bool) else str(adapter)
+        request = ScoreRequest(ids, scored_with, masks if any(masks) else ())
+        return msgspec.msgpack.decode(self._run("score", request, self._opened()).result, type=list[tuple[float, ...]])
 
     def save(self, target: str | Path) -> None:
-        """Write a checkpoint to a new reference. Raises as `Learner.save` does, and LearnerUnreachable."""
-        reference = _reference(target)
-        self._run("save", self._opened(), SaveRequest(self._revision, str(reference)))
-        self._saved = _SavedState(self._settings, reference)
+        """Write a checkpoint to a new reference."""
+        reference = str(_reference(target))
+        self._run("save", SaveRequest(reference), self._opened())
+        self._source, self._saved = reference, True
 
     def load(self, source: str | Path | None, settings: LearnerSettings) -> None:
-        """Take the state of a checkpoint; None: of a new adapter. Raises as `Learner.load` does."""
-        self._settings = settings
-        wanted = _SavedState(settings, _reference(source))
-        self._saved = None
-        if self._session:
-            try:
-                self._run("load", self._session, LoadRequest(wanted.settings, wanted.source))
-            except LearnerUnreachable as lost:
-                log.info("event=learner_session_lost agent=%s reason=%r", self._agent.name, str(lost))
-        self._saved = wanted
+        """Take the state of a checkpoint; None: of a new adapter. The base model stays loaded."""
+        self._drop(self._state)
+        self._source, self._settings, self._saved = _reference(source), settings, True
         self._opened()
 
     def close(self) -> None:
         """Let the learner forget the agent; a learner that does not answer is left alone."""
-        session, self._session = self._session, ""
-        if session:
+        state = self._state
+        if state:
             try:
-                self._connection.post(_path("close", session), None)
+                self._run("close", None, state)
             except LearnerServiceError as error:
-                log.info("event=learner_not_closed agent=%s reason=%r", self._agent.name, str(error))
+                log.info("event=learner_not_closed agent=%s reason=%r", self._agent, str(error))
+            self._drop(self._state)
 
     def _opened(self) -> str:
-        """Return the session; open the agent if it has none. Raises LearnerUnreachable."""
+        """Return the id of the agent's state; open the agent if it is not. Raises LearnerUnreachable."""
         with self._lock:
-            if self._session:
-                return self._session
-            if self._saved is None:
+            if self._state:
+                return self._state
+            if not self._saved:
                 raise LearnerUnreachable(
-                    f"the learner lost the state of {self._agent.name}: its newest commit must be loaded"
+                    f"the learner lost the state of {self._agent}: its newest commit must be loaded"
                 )
-            request = OpenRequest(
-                agent=self._agent.name,
-                settings=self._saved.settings,
-                source=self._saved.source,
-                share=self._agent.share,
-                version=__version__,
-                base_model=dict(self._agent.base_model),
-            )
-            answer = self._connection.post("/v1/open", request)
+            request = OpenRequest(self._settings, self._source, __version__, dict(self._base_model))
             self._limits = None  # of the learner that runs now
-            self._session, self._revision, self._step = answer.session, answer.revision, answer.step
-            return self._session
+            return self._run("open", request, "").state
 
     def _run(
-        self, verb: Verb, session: str, request: Any, on_frame: Callable[[Frame], None] = lambda frame: None
+        self, verb: Verb, request: Any, state: str, on_progress: Callable[[InProgress], None] = lambda progress: None
     ) -> Answer:
-        """Run a verb; an outage ends the session."""
+        """Run a verb; an outage means that the learner's state is unknown."""
+        arguments = msgspec.Raw(encode(request))
+        wanted = OperationRequest(self._agent, verb, arguments, state, self._share)
         try:
-            answer = self._connection.exchange(_path(verb, session), request, on_frame)
+            answer = self._connection.run(wanted, on_progress)
         except LearnerServiceError:
-            self._drop(session)
+            self._drop(state)
             raise
-        if verb in ("train", "load") and answer.session == self._session:
-            self._revision, self._step = answer.revision, answer.step
+        with self._lock:
+            if answer.state and verb in ("open", "train") and self._state == state:
+                self._state, self._step = answer.state, answer.step
         if answer.error is None:
             return answer
         error = made_error(answer.error, answer.message)
         if isinstance(error, LearnerServiceError):
-            self._drop(session)
+            self._drop(state)
         raise error
 
-    def _drop(self, session: str) -> None:
+    def _drop(self, state: str) -> None:
         with self._lock:
-            if self._session == session:
-                self._session = ""
-
-    def _watcher(self, phase: Phase, total: int) -> Callable[[Frame], None]:
-        def receive(frame: Frame) -> None:
-            if isinstance(frame, RowsDone):
-                phase.at(min(frame.rows, total), total)
-            elif isinstance(frame, QueuePosition) and frame.ahead:
-                log.info("event=learner_waiting agent=%s ahead=%d", self._agent.name, frame.ahead)
-
-        return receive
-
-
-def _path(verb: Verb, session: str) -> str:
-    return f"/v1/sessions/{session}/{verb}"
+            if self._state == state:
+                self._state = ""
 
 
 def _reference(source: str | Path | None) -> str | None:
@@ -481,10 +447,11 @@ class LearnerAccess:
         """The pid of the child's process guard; None if the learner runs elsewhere."""
         return self._child.pid if self._child else None
 
-    def learner_of(self, settings: TrainerSettings, source: Path | str | None) -> RemoteLearner:
+    def learner_of(self, settings: TrainerSettings, source: Path | str | None) -> AgentLearner:
         """Return the learner of one agent, resumed from a checkpoint; a LearnerFactory."""
-        agent = LearnerAgent(settings.model, settings.share, self._digests)
-        return RemoteLearner(self._connection, agent, settings.learner, source)
+        return AgentLearner(
+            self._connection, settings.model, settings.learner, source, share=settings.share, base_model=self._digests
+        )
 
     @property
     def failure(self) -> LearnerServiceError | None:

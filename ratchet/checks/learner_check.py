@@ -32,7 +32,7 @@ from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote, make
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import LearnerServiceError, TrainerError
 from ratchet.trainer.learner_api import TOKEN_VARIABLE
-from ratchet.trainer.learner_client import LearnerAgent, LearnerConnection, RemoteLearner
+from ratchet.trainer.learner_client import AgentLearner, LearnerConnection
 from ratchet.trainer.release.proof import SwapProver, TrainerLogprobs
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import pinned
@@ -93,7 +93,7 @@ def running_learner(url: str, token: str | None, settings: TrainerSettings) -> I
         update={"model": agent, "checkpoints": settings.checkpoints.parents[1] / agent / "checkpoints"}
     )
     with contextlib.closing(LearnerConnection(url, token)) as connection:
-        learner = RemoteLearner(connection, LearnerAgent(agent), own.learner)
+        learner = AgentLearner(connection, agent, own.learner)
         try:
             yield CheckedLearner(learner, agent, f"{own.versions}/0001")
         finally:
@@ -106,7 +106,7 @@ def running_learner(url: str, token: str | None, settings: TrainerSettings) -> I
 
 @contextlib.contextmanager
 def _own_learner(settings: TrainerSettings) -> Iterator[CheckedLearner]:
-    from ratchet.trainer.learner.host import Learner
+    from ratchet.trainer.local_learner import Learner
 
     with tempfile.TemporaryDirectory(prefix="ratchet-doctor-") as folder:
         learner = Learner(settings.base_model, settings.learner)

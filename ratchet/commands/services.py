@@ -157,7 +157,7 @@ def learner(settings: Settings) -> int:
     """
     from ratchet.proxy.telemetry import logs
     from ratchet.supervisor.vllm_command import check_model
-    from ratchet.trainer.learner_service import launch
+    from ratchet.trainer.learner import launch
     from ratchet.trainer.settings.learner_settings import pinned
 
     model = check_model(settings.base_model)

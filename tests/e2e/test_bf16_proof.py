@@ -14,7 +14,7 @@ from ratchet.demo.pretrained_model import model_folder
 from ratchet.settings.project_settings import Settings
 from ratchet.trainer.adapters.adapter_store import amplified
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.release.proof import Proof, ProofOutcome, SwapProver, TrainerLogprobs
 from ratchet.trainer.rows.token_row import TokenRow, contexts
 from ratchet.trainer.settings.learner_settings import LearnerSettings

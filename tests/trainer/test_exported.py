@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ratchet.store.store import Store
 from ratchet.trainer.errors import CheckpointDamaged, CheckpointError
-from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.merged_model import export_adapter, export_merged
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.records import commit_round, judged_group
 from tests.harness.trainer.tiny import build_rows

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -18,8 +19,8 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import CheckpointDamaged, CheckpointError, SettingError
 from ratchet.trainer.learner.host import LearnerHost
-from ratchet.trainer.learner_api import OpenRequest
-from ratchet.trainer.learner_service.operations import AgentOperations, AgentSessions
+from ratchet.trainer.learner_api import LearnerStatus, OpenRequest, OperationRequest, encode
+from ratchet.trainer.learner_service.operations import AgentOperations, CheckpointReferences
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
@@ -227,19 +228,17 @@ def test_an_open_round_of_a_dead_trainer_does_not_hinder_the_adapter(
     assert store.policies.live()["agent"].version == 1
 
 
-class ScriptedReferences:
+class ScriptedReferences(CheckpointReferences):
     """An adapter store with every version in the same local folder."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.fetched: list[tuple[str, bool]] = []
 
     def fetch(self, reference: str, *, state: bool = True) -> Path:
         self.fetched.append((reference, state))
         return self.folder
-
-    def write(self, reference: str, save: Callable[[Path], None]) -> None:
-        raise AssertionError("nothing is written")
 
 
 class NotingHost(ScriptedHost):
@@ -256,12 +255,17 @@ class NotingHost(ScriptedHost):
 
 def test_the_learner_fetches_the_reference_of_an_adapter_unless_there_is_a_commit(tmp_path: Path) -> None:
     references, host = ScriptedReferences(tmp_path / "fetched"), NotingHost()
-    operations = AgentOperations(host, AgentSessions(), references)
+    operations = AgentOperations(host, {}, references, LearnerStatus("one", __version__, "base", {}, "none", 1, 1))
     mail = replace(PLAIN, init_adapter="s3://bucket/mail/checkpoints/0007")
-    operations.open(OpenRequest("mail", mail, None, 1.0, __version__, {}))
+
+    def open_agent(source: str | None) -> None:
+        arguments = msgspec.Raw(encode(OpenRequest(mail, source, __version__, {})))
+        operations.run(OperationRequest("mail", "open", arguments))
+
+    open_agent(None)
     assert (references.fetched, host.initial) == ([(mail.init_adapter, False)], [str(tmp_path / "fetched")])
     with pytest.raises(CheckpointDamaged):  # the commit is asked for, not the adapter
-        operations.open(OpenRequest("mail", mail, "/c/0001", 1.0, __version__, {}))
+        open_agent("/c/0001")
     assert references.fetched[1:] == [("/c/0001", True)]
 
 

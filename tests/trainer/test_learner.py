@@ -28,8 +28,8 @@ from ratchet.trainer.errors import (
     TrainerError,
     TrainingDiverged,
 )
-from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner_api import RoundReport
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.rows.token_row import TokenRow, scored_row
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import OBJECTIVES
@@ -389,7 +389,7 @@ def test_a_learner_writes_nothing_outside_its_folders(tiny_model: Path, tmp_path
     elsewhere.mkdir()
     script = (
         "import sys; from pathlib import Path; from tests.harness.trainer.tiny import build_rows\n"
-        "from ratchet.trainer.learner.host import Learner, LearnerSettings\n"
+        "from ratchet.trainer.local_learner import Learner, LearnerSettings\n"
         "learner = Learner(sys.argv[1], LearnerSettings(threads=1))\n"
         "learner.train_round(build_rows(2)); learner.save(Path(sys.argv[2]) / '0001')\n"
         "sys.exit('vllm' in sys.modules)\n"

@@ -12,8 +12,9 @@ import torch
 
 from ratchet.store.store import Store
 from ratchet.trainer.errors import CheckpointDamaged, LearnerServiceError, NoLearningSignal, SettingError
-from ratchet.trainer.learner.host import Learner, LearnerHost
+from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner_api import ModelLimits, RoundReport, unfit
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.stepped_controller import SteppedController

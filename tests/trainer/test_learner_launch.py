@@ -13,7 +13,7 @@ import pytest
 
 from ratchet.settings.load_settings import load
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.learner_service.launch import torchrun_command
+from ratchet.trainer.learner.launch import torchrun_command
 from ratchet.trainer.learner_service.process import LearnerProcessIdentity, difference
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 from tests.harness.proxy.servers import ROOT

@@ -16,8 +16,8 @@ import pytest
 
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import LearnerUnreachable
-from ratchet.trainer.learner.host import Learner
-from ratchet.trainer.learner_client import LearnerAgent, RemoteLearner
+from ratchet.trainer.learner_client import AgentLearner
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.ports import free_port
 from tests.harness.proxy.servers import eventually
@@ -53,8 +53,8 @@ def start(tiny_model: Path, tmp_path: Path) -> Iterator[Start]:
         one.process.wait(60)
 
 
-def remote(learner: LearnerProcess, agent: str = "mail", source: Path | None = None) -> RemoteLearner:
-    return RemoteLearner(learner.connection, LearnerAgent(agent), SETTINGS, source)
+def remote(learner: LearnerProcess, agent: str = "mail", source: Path | None = None) -> AgentLearner:
+    return AgentLearner(learner.connection, agent, SETTINGS, source)
 
 
 def checkpoints(learner: LearnerProcess, name: str) -> Path:
@@ -133,7 +133,7 @@ def test_a_group_that_torchrun_started_ends_with_one_of_its_processes_and_goes_o
     assert (mail.score([build_row(9)]), mail.step) == (expected, 1)
 
 
-def killed_in(verb: str, mail: RemoteLearner, learner: LearnerProcess) -> Exception | None:
+def killed_in(verb: str, mail: AgentLearner, learner: LearnerProcess) -> Exception | None:
     """Kill the learner while it works on a verb; return the error of its client."""
     thread = started_work(verb, mail, learner)
     killed_at = time.monotonic()
@@ -158,7 +158,7 @@ class Work(threading.Thread):
             self.error = outage
 
 
-def started_work(verb: str, mail: RemoteLearner, learner: LearnerProcess) -> Work:
+def started_work(verb: str, mail: AgentLearner, learner: LearnerProcess) -> Work:
     """Return the work on a verb, which the learner runs."""
     work: dict[str, Callable[[], object]] = {
         "train": lambda: mail.train_round(build_rows(400, seed=1)),
@@ -196,7 +196,7 @@ def test_two_machines_learn_what_one_process_does_and_end_together(start: Start)
         assert "WorkerProcessLost" in leader.log.read_text()
 
 
-def save_often(mail: RemoteLearner, learner: LearnerProcess) -> None:
+def save_often(mail: AgentLearner, learner: LearnerProcess) -> None:
     for number in range(2, 2000):
         mail.save(checkpoints(learner, f"{number:04d}"))
 

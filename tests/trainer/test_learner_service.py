@@ -7,8 +7,9 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -23,20 +24,18 @@ from ratchet.trainer.errors import (
     NoLearningSignal,
     SettingError,
 )
-from ratchet.trainer.learner_api import MSGPACK, Answer, OpenRequest, TrainRequest, encode
-from ratchet.trainer.learner_client import LearnerAgent, LearnerConnection, RemoteLearner
-from ratchet.trainer.learner_service.compute_thread import Operation
-from ratchet.trainer.learner_service.fair_queue import MAX_LAG_SECONDS, MAX_SHORT_IN_A_ROW, FairQueue
-from ratchet.trainer.learner_service.metrics import LearnerMetrics
-from ratchet.trainer.learner_service.operations import (
-    AgentOperations,
-    AgentSession,
-    AgentSessions,
-    LocalReferences,
-    OnRows,
-    decode_request,
-)
+from ratchet.trainer.learner_api import Answer, OpenRequest, OperationRequest, RoundReport, TrainRequest, Verb, encode
+from ratchet.trainer.learner_client import AgentLearner, LearnerConnection
+from ratchet.trainer.learner_service.operations import CheckpointReferences, OpenAgent
 from ratchet.trainer.learner_service.process import ServiceAddress
+from ratchet.trainer.learner_service.service import (
+    LEFT_SECONDS,
+    MAX_LAG_SECONDS,
+    MAX_SHORT_IN_A_ROW,
+    LearnerMetrics,
+    Operation,
+    Turns,
+)
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -60,8 +59,17 @@ def row(name: str, advantage: float = 1.0) -> TokenRow:
     return TokenRow(name, (1, 2, 3), (0, 1, 1), (0.0, -0.5, -0.25), advantage)
 
 
-def learner_of(connection: LearnerConnection, agent: str = "mail", source: Path | None = None) -> RemoteLearner:
-    return RemoteLearner(connection, LearnerAgent(agent, 1.0, {"weights": "abc"}), SETTINGS, source)
+def request(agent: str, verb: Verb, arguments: Any = None, state: str = "", share: float = 1.0) -> OperationRequest:
+    return OperationRequest(agent, verb, msgspec.Raw(encode(arguments)), state, share)
+
+
+def ask(connection: LearnerConnection, agent: AgentLearner, verb: str, arguments: Any) -> Answer:
+    """The answer to a request that no client would make."""
+    return connection.run(request("mail", cast("Verb", verb), arguments, agent._opened()))
+
+
+def learner_of(connection: LearnerConnection, agent: str = "mail", source: Path | None = None) -> AgentLearner:
+    return AgentLearner(connection, agent, SETTINGS, source, base_model={"weights": "abc"})
 
 
 @pytest.fixture
@@ -127,47 +135,48 @@ def test_a_round_whose_answer_was_lost_is_never_saved(
     learner = learner_of(connection)
     learner.train_round([row("a")])
     learner.save(tmp_path / "0001")
-    host.gate.clear()
     host.in_round.clear()
-    with httpx.Client(headers={"authorization": f"Bearer {TOKEN}"}) as http:
-        session = learner._opened()
-        request = http.build_request(
-            "POST",
-            f"{connection.url}/v1/sessions/{session}/train",
-            content=encode(TrainRequest(1, (row("lost"),), 1.0)),
-            headers={"content-type": MSGPACK},
-        )
-        answer = http.send(request, stream=True)
-        assert host.in_round.wait(60)
-        answer.close()
-    host.gate.set()
-    with pytest.raises(LearnerUnreachable, match="operation of mail was lost"):
+    send(connection, "lost", request("mail", "train", TrainRequest((row("lost"),), 1.0), learner._opened()))
+    assert host.in_round.wait(60)
+    with pytest.raises(LearnerUnreachable, match="the answer of an operation was lost"):
         learner.save(tmp_path / "0002")
     assert not (tmp_path / "0002").exists()
     assert learner.score([(1,)]) == [logprobs(["a"], (1,))]  # opened again from 0001
     assert host.weights["mail"] == ["a"]
 
 
-def test_an_operation_whose_client_left_before_its_turn_does_not_run(
-    host: ScriptedHost, connection: LearnerConnection
-) -> None:
-    slow, gone = learner_of(connection), learner_of(connection, "support")
-    gone.score([(1,)])
-    host.gate.clear()
-    thread = threading.Thread(target=slow.train_round, args=([row("a")],))
-    thread.start()
-    assert host.in_round.wait(60)
-    with httpx.Client(headers={"authorization": f"Bearer {TOKEN}"}) as http:
-        url = f"{connection.url}/v1/sessions/{gone._opened()}/train"
-        with http.stream("POST", url, content=encode(TrainRequest(0, (row("never"),), 1.0))) as response:
-            chunks = response.iter_bytes()  # dropping the iterator would close the connection
-            next(chunks)
-            eventually(lambda: connection.status().agents[1].waiting == 1)
-    eventually(lambda: connection.status().agents[1].waiting == 0)
-    host.gate.set()
-    thread.join(60)
-    assert gone.score([(1,)]) == [logprobs([], (1,))]
-    assert host.weights == {"mail": ["a"], "support": []}
+def send(connection: LearnerConnection, name: str, wanted: OperationRequest) -> None:
+    """Send an operation without asking what becomes of it."""
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    sent = httpx.post(f"{connection.url}/v1/operations/{name}", content=encode(wanted), headers=headers)
+    assert sent.status_code == 202
+
+
+def test_an_operation_that_is_sent_twice_runs_once(host: ScriptedHost, connection: LearnerConnection) -> None:
+    learner = learner_of(connection)
+    wanted = request("mail", "train", TrainRequest((row("a"),), 1.0), learner._opened())
+    for _ in range(2):
+        send(connection, "one", wanted)
+    learner.score([(1,)], adapter=False)
+    assert host.weights == {"mail": ["a"]}
+
+
+def test_an_operation_whose_client_left_before_its_turn_does_not_run(host: ScriptedHost) -> None:
+    with scripted_service(host, clock=host.clock) as connection:
+        slow, gone = learner_of(connection), learner_of(connection, "support")
+        gone.score([(1,)])
+        host.gate.clear()
+        thread = threading.Thread(target=slow.train_round, args=([row("a")],))
+        thread.start()
+        assert host.in_round.wait(60)
+        wanted = request("support", "train", TrainRequest((row("never"),), 1.0), gone._opened())
+        send(connection, "gone", wanted)
+        eventually(lambda: connection.status().agents[1].waiting == 1)
+        host.now += LEFT_SECONDS + 1
+        host.gate.set()
+        thread.join(60)
+        assert gone.score([(1,)]) == [logprobs([], (1,))]
+        assert host.weights == {"mail": ["a"], "support": []}
 
 
 def test_after_a_restart_a_saved_state_is_opened_again_and_an_unsaved_one_waits_for_load(
@@ -189,7 +198,7 @@ def test_after_a_restart_a_saved_state_is_opened_again_and_an_unsaved_one_waits_
         learner.load(tmp_path / "0001", SETTINGS)
         assert second.weights["mail"] == ["a"]
     with scripted_service(third, port=port):
-        with pytest.raises(LearnerUnreachable, match="does not know this session"):
+        with pytest.raises(LearnerUnreachable, match="does not have the state of mail"):
             learner.score([(1,)])
         assert learner.score([(1,)]) == [logprobs(["a"], (1,))]
         assert learner.step == 1
@@ -227,33 +236,38 @@ def test_rounds_report_their_progress_and_that_they_wait(
     assert {progress.total for progress in seen} == {2}
 
 
-def test_agents_take_turns_by_compute_time_although_one_has_long_rounds(host: ScriptedHost) -> None:
+class QueuedRounds(ScriptedHost):
+    """A host whose rounds all name the state that their agent had at first, so that many can wait."""
+
+    agents: dict[str, OpenAgent]
+
+    def train_round(self, agent: str, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        self.agents[agent].state = ""
+        return super().train_round(agent, rows, rate_scale)
+
+
+def test_agents_take_turns_by_compute_time_although_one_has_long_rounds() -> None:
+    host = QueuedRounds()
     host.round_seconds = {"slow": 60.0, "quick": 1.0}
-    server = scripted_server(host)
-    server.thread._clock = host.clock
-    server.thread.start()
-    eventually(lambda: server.thread.ready)
+    service, _ = scripted_server(host, clock=host.clock)
+    host.agents = service.agents
+    service.start()
+    eventually(lambda: service.ready)
     host.gate.clear()
     done: list[Operation] = []
     for agent, count in (("slow", 4), ("quick", 130)):
-        session = AgentSession(agent, 1.0)
-        server._sessions.add(session)
+        service.agents[agent] = OpenAgent(agent, 1.0)
         host.weights[agent] = []
         for number in range(count):
-            body = encode(TrainRequest(number, (row(f"{agent}{number}"),), 1.0))
-
-            def run(operations: AgentOperations, on_rows: OnRows, name: str = session.id, body: bytes = body) -> Answer:
-                return operations.run("train", name, body, on_rows)
-
-            operation = Operation(agent, "train", run, lambda: None)
-            done.append(operation)
-            server.thread.submit(operation)
+            scored = request(agent, "train", TrainRequest((row(f"{agent}{number}"),), 1.0), "")
+            done.append(Operation(scored, asked_at=1000.0))
+            service.submit(done[-1])
     host.gate.set()
     eventually(lambda: all(operation.answer for operation in done))
-    assert server.thread.stop(20)
+    assert service.stop(20)
     order = [agent for agent, _ in host.ran]
     assert order == ["slow", *["quick"] * 60, "slow", *["quick"] * 60, "slow", *["quick"] * 10, "slow"]
-    assert {one.agent: one.seconds for one in server._sessions.all()} == {"slow": 240.0, "quick": 130.0}
+    assert {one.agent: one.seconds for one in service.agents.values()} == {"slow": 240.0, "quick": 130.0}
 
 
 def test_refusals_name_the_remedy(
@@ -263,27 +277,26 @@ def test_refusals_name_the_remedy(
         learner_of(connect(connection.url, "wrong")).score([(1,)])
     with pytest.raises(LearnerServiceError, match="RATCHET_LEARNER_TOKEN"):
         connect(connection.url).status()
-    other = LearnerAgent("mail", 1.0, {"weights": "of another", "config": "x"})
+    other = {"weights": "of another", "config": "x"}
     with pytest.raises(LearnerServiceError, match="another base model \\(base\\): weights differ"):
-        RemoteLearner(connection, other, SETTINGS).score([(1,)])
+        AgentLearner(connection, "mail", SETTINGS, base_model=other).score([(1,)])
     with pytest.raises(LearnerServiceError, match=r"learner\.max_body_mb"):
         learner_of(connection).train_round([row(f"t{'x' * 60_000}{number}") for number in range(20)])
-    with pytest.raises(LearnerServiceError, match="no verb 'merge'"):
-        connection.post(f"/v1/sessions/{learner_of(connection)._opened()}/merge", None)
-    with pytest.raises(LearnerServiceError, match="not an absolute path"):
-        connection.post(
-            f"/v1/sessions/{learner_of(connection)._opened()}/save", {"revision": 0, "target": "/tmp/../etc"}
-        )
-    with pytest.raises(LearnerServiceError, match="does not understand the request"):
-        connection.post(f"/v1/sessions/{learner_of(connection)._opened()}/train", {"rows": 3})
+    learner = learner_of(connection)
+    with pytest.raises(LearnerServiceError, match="'merge'"):
+        ask(connection, learner, "merge", None)
+    assert "not an absolute path" in ask(connection, learner, "save", {"target": "/tmp/../etc"}).message
+    assert "does not understand the request" in ask(connection, learner, "train", {"rows": 3}).message
     assert not any(verb == "train" for _, verb in host.ran)
 
 
-def test_settings_that_the_learners_machine_cannot_have_are_refused_as_settings() -> None:
-    request = msgspec.to_builtins(OpenRequest("mail", SETTINGS, None, 1.0, "1", {}))
-    body = encode(request | {"settings": request["settings"] | {"loss_type": "of_a_plug_in"}})
-    with pytest.raises(SettingError, match="loss_type"):
-        decode_request(body, OpenRequest)
+def test_settings_that_the_learners_machine_cannot_have_are_refused_as_settings(connection: LearnerConnection) -> None:
+    wanted = msgspec.to_builtins(OpenRequest(SETTINGS, None, "1", {}))
+    refused = connection.run(
+        request("mail", "open", wanted | {"settings": wanted["settings"] | {"loss_type": "of_a_plug_in"}})
+    )
+    assert refused.error == SettingError.__name__
+    assert "loss_type" in refused.message
 
 
 def test_checkpoints_are_written_only_where_the_learner_may(host: ScriptedHost, tmp_path: Path) -> None:
@@ -296,7 +309,7 @@ def test_checkpoints_are_written_only_where_the_learner_may(host: ScriptedHost, 
 
 def test_a_local_checkpoint_with_a_wrong_checksum_is_not_read(tmp_path: Path) -> None:
     folder = tmp_path / "0001"
-    writer = LocalReferences(tmp_path)
+    writer = CheckpointReferences(tmp_path)
 
     def write(inside: Path) -> None:
         (inside / "adapter.bin").write_bytes(b"abc")
@@ -305,7 +318,7 @@ def test_a_local_checkpoint_with_a_wrong_checksum_is_not_read(tmp_path: Path) ->
     assert writer.fetch(str(folder)) == folder
     (folder / "adapter.bin").write_bytes(b"abd")
     with pytest.raises(CheckpointDamaged, match=r"adapter\.bin has changed .* roll back to another version"):
-        LocalReferences(tmp_path).fetch(str(folder))
+        CheckpointReferences(tmp_path).fetch(str(folder))
 
 
 def test_another_version_of_ratchet_is_refused(connection: LearnerConnection, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,10 +351,10 @@ def test_without_a_token_only_loopback_addresses_are_served() -> None:
 
 def test_health_and_metrics_are_open_and_say_that_the_model_is_loading(connect: Connect, host: ScriptedHost) -> None:
     loaded = threading.Event()
-    server = scripted_server(host)
-    server._make_host = lambda: (loaded.wait(60) and host) or host
-    with served(server.app) as url:
-        server.thread.start()
+    service, app = scripted_server(host)
+    service._make_host = lambda: (loaded.wait(60) and host) or host
+    with served(app.asgi) as url:
+        service.start()
         assert httpx.get(f"{url}/health").status_code == 503
         assert httpx.get(f"{url}/health/").status_code == 404
         with pytest.raises(LearnerUnreachable, match="is loading its base model"):
@@ -359,18 +372,18 @@ def test_health_and_metrics_are_open_and_say_that_the_model_is_loading(connect: 
         )
         page = httpx.get(f"{url}/metrics").text
         assert 'ratchet_learner_operations_total{alias="mail",state="done",verb="train"} 1.0' in page
-        assert server.thread.stop(20)
+        assert service.stop(20)
 
 
 def test_an_unexpected_error_ends_the_learner_and_the_client_sees_an_outage(
     connect: Connect, host: ScriptedHost
 ) -> None:
-    server = scripted_server(host)
+    service, app = scripted_server(host)
     ended = threading.Event()
-    server.on_end = ended.set
-    with served(server.app) as url:
-        server.thread.start()
-        eventually(lambda: server.thread.ready)
+    service.on_end = ended.set
+    with served(app.asgi) as url:
+        service.start()
+        eventually(lambda: service.ready)
         learner = learner_of(connect(url, TOKEN))
         learner.score([(1,)])
         host.error = ZeroDivisionError("a defect")
@@ -387,28 +400,37 @@ def test_an_unexpected_error_ends_the_learner_and_the_client_sees_an_outage(
         assert ended.wait(60)
     thread.join(60)
     assert "ended before it answered" in str(failed[0]) or "does not answer" in str(failed[0])
-    with pytest.raises(ZeroDivisionError):
-        server.raise_error()
+    assert isinstance(service.error, ZeroDivisionError)
 
 
 def test_every_metric_of_the_learner_is_documented() -> None:
     _, _, page = (house.ROOT / "docs" / "metrics.md").read_text().partition("## The learner")
-    families = LearnerMetrics(AgentSessions()).registry.collect()
+    families = LearnerMetrics().registry.collect()
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     assert names == set(re.findall(r"^\| `(ratchet_\w+)`", page, re.MULTILINE))
 
 
-def run(queue: FairQueue[str], lengths: dict[str, float], seconds: float) -> dict[str, float]:
+def a_round(agent: str, share: float = 1.0) -> Operation:
+    return Operation(request(agent, "train", share=share))
+
+
+def taken(turns: Turns) -> Operation:
+    """The next operation; something waits."""
+    found = turns.next()
+    assert found is not None
+    return found
+
+
+def run(turns: Turns, lengths: dict[str, float], shares: dict[str, float], seconds: float) -> dict[str, float]:
     """Run rounds of agents that always have one waiting; return their compute times."""
     used = dict.fromkeys(lengths, 0.0)
-    for agent in lengths:
-        queue.push(agent, "round", is_round=True)
+    for agent, share in shares.items():
+        turns.add(a_round(agent, share))
     while sum(used.values()) < seconds:
-        popped = queue.pop()
-        assert popped is not None
-        agent = popped[0]
-        queue.push(agent, "round", is_round=True)
-        queue.charge(agent, lengths[agent])
+        operation = taken(turns)
+        agent = operation.agent
+        turns.add(a_round(agent, shares[agent]))
+        turns.charge(operation, lengths[agent])
         used[agent] += lengths[agent]
     return used
 
@@ -418,10 +440,7 @@ def test_compute_time_follows_the_shares_within_one_round_of_each(seed: int) -> 
     dice = random.Random(seed)
     lengths = {f"agent{number}": dice.choice([0.1, 1.0, 7.0, 300.0]) for number in range(dice.randint(2, 6))}
     shares = {agent: dice.choice([0.5, 1.0, 2.0, 5.0]) for agent in lengths}
-    queue = FairQueue[str]()
-    for agent, share in shares.items():
-        queue.set_share(agent, share)
-    used = run(queue, lengths, 5000.0)
+    used = run(Turns(), lengths, shares, 5000.0)
     for one in lengths:
         for other in lengths:
             bound = lengths[one] / shares[one] + lengths[other] / shares[other]
@@ -429,81 +448,61 @@ def test_compute_time_follows_the_shares_within_one_round_of_each(seed: int) -> 
 
 
 def test_an_idle_agent_saves_up_no_turns_beyond_a_bound() -> None:
-    queue = FairQueue[str]()
-    run(queue, {"busy": 10.0}, 100 * MAX_LAG_SECONDS)
+    turns = Turns()
+    run(turns, {"busy": 10.0}, {"busy": 1.0}, 100 * MAX_LAG_SECONDS)
     for _ in range(1000):
-        queue.push("late", "round", is_round=True)
+        turns.add(a_round("late"))
     used: Counter[str] = Counter()
     while used.total() < 200:
-        popped = queue.pop()
-        assert popped is not None
-        agent = popped[0]
-        used[agent] += 1
-        queue.charge(agent, 10.0)
-        if agent == "busy":
-            queue.push("busy", "round", is_round=True)
+        operation = taken(turns)
+        used[operation.agent] += 1
+        turns.charge(operation, 10.0)
+        if operation.agent == "busy":
+            turns.add(a_round("busy"))
     assert abs(used["late"] - used["busy"] - MAX_LAG_SECONDS / 10.0) <= 2
 
 
 def test_an_agent_that_is_idle_for_a_moment_keeps_its_turn() -> None:
-    queue = FairQueue[str]()
+    turns = Turns()
     for agent in ("slow", "quick"):
-        queue.push(agent, "round", is_round=True)
+        turns.add(a_round(agent))
     for length in (60.0, 1.0):
-        popped = queue.pop()
-        assert popped is not None
-        queue.charge(popped[0], length)
-    queue.push("slow", "round", is_round=True)
-    assert queue.pop() == ("slow", "round")  # the quick one has none ready
-    queue.push("quick", "round", is_round=True)
-    queue.push("slow", "round", is_round=True)
-    queue.charge("slow", 60.0)
-    assert queue.pop() == ("quick", "round")
+        turns.charge(taken(turns), length)
+    turns.add(a_round("slow"))
+    slow = taken(turns)  # the quick one has none ready
+    turns.add(a_round("quick"))
+    turns.add(a_round("slow"))
+    turns.charge(slow, 60.0)
+    assert (slow.agent, taken(turns).agent) == ("slow", "quick")
 
 
 def test_short_operations_go_first_but_a_round_is_not_starved_by_them() -> None:
-    queue = FairQueue[str]()
-    queue.push("patient", "round", is_round=True)
-    order: list[str] = []
+    turns, order = Turns(), []
+    turns.add(a_round("patient"))
     for _ in range(3 * MAX_SHORT_IN_A_ROW):
-        queue.push("chatty", "score", is_round=False)
-        popped = queue.pop()
-        assert popped is not None
-        order.append(popped[1])
-        queue.charge(popped[0], 0.0)
-    assert order.index("round") == MAX_SHORT_IN_A_ROW
-    assert order.count("round") == 1
+        turns.add(Operation(request("chatty", "score")))
+        operation = taken(turns)
+        order.append(operation.verb)
+        turns.charge(operation, 0.0)
+    assert order.index("train") == MAX_SHORT_IN_A_ROW
+    assert order.count("train") == 1
 
 
 def test_a_save_after_a_long_round_does_not_wait_for_the_rounds_of_others() -> None:
-    queue = FairQueue[str]()
-    queue.push("slow", "round", is_round=True)
-    assert queue.pop() == ("slow", "round")
-    queue.charge("slow", 600.0)
-    queue.push("other", "round", is_round=True)
-    queue.push("slow", "save", is_round=False)
-    assert queue.pop() == ("slow", "save")
+    turns = Turns()
+    turns.add(a_round("slow"))
+    turns.charge(taken(turns), 600.0)
+    turns.add(a_round("other"))
+    turns.add(Operation(request("slow", "save")))
+    assert taken(turns).verb == "save"
 
 
 def test_closing_and_opening_again_is_not_worth_a_turn() -> None:
-    queue = FairQueue[str]()
-    queue.push("greedy", "round", is_round=True)
-    queue.pop()
-    queue.charge("greedy", 100.0)
-    queue.forget("greedy")
-    queue.push("other", "first", is_round=True)
-    queue.push("greedy", "second", is_round=True)
-    assert queue.pop() == ("other", "first")
-
-
-def test_a_removed_operation_never_runs() -> None:
-    queue = FairQueue[list[int]]()
-    first, second = [1], [1]
-    queue.push("agent", first, is_round=True)
-    queue.push("agent", second, is_round=True)
-    assert queue.remove("agent", first)
-    assert not queue.remove("agent", first)
-    popped = queue.pop()
-    assert popped is not None
-    assert popped[1] is second
-    assert len(queue) == 0
+    turns = Turns()
+    turns.add(a_round("greedy"))
+    turns.charge(taken(turns), 100.0)
+    turns.add(Operation(request("greedy", "close")))
+    turns.charge(taken(turns), 0.0)
+    turns.add(a_round("other"))
+    turns.add(a_round("greedy"))
+    assert taken(turns).agent == "other"

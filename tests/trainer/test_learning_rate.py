@@ -21,7 +21,6 @@ from ratchet.store.records import Group
 from ratchet.store.states import GroupState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.learning_rate import (
     Bounds,
     LearningRateController,
@@ -34,6 +33,8 @@ from ratchet.trainer.learner.learning_rate import (
     target_shift,
 )
 from ratchet.trainer.learner_api import RoundReport
+from ratchet.trainer.local_learner import Learner
+from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.rounds.backlog import RoundSize
 from ratchet.trainer.rounds.round_runner import RoundRunner
 from ratchet.trainer.rows.token_row import TokenRow
@@ -385,6 +386,12 @@ class RecordingLearner:
 
     def unfit(self, row: TokenRow) -> str | None:
         return "another model's" if row.trajectory_id in self._unfit else None
+
+    def report_progress_to(self, progress: Progress) -> None:
+        """Nobody watches it."""
+
+    def close(self) -> None:
+        """It holds nothing."""
 
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
         self.scales.append(rate_scale)

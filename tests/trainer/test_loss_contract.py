@@ -26,8 +26,8 @@ from ratchet.store.records import unpack_halves
 from ratchet.trainer.advantages import group_advantages
 from ratchet.trainer.learner import lora, loss
 from ratchet.trainer.learner.forward_pass import Micro
-from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner_api import RoundReport
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import OBJECTIVES, Objective

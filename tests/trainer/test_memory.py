@@ -21,10 +21,10 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import OutOfMemory, SettingError
 from ratchet.trainer.learner import gpu_memory, lm_head
 from ratchet.trainer.learner.forward_pass import choose_attention
-from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.lora_linear import use_fused_lora
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
 from ratchet.trainer.learner_api import RoundReport
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
 from ratchet.trainer.settings.learner_settings import LearnerSettings

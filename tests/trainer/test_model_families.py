@@ -19,12 +19,12 @@ from ratchet.settings.project_settings import Settings
 from ratchet.store.reports.learning_report import movement_of
 from ratchet.trainer.adapters.base_model_files import bytes_to_read, digests, model_folder
 from ratchet.trainer.errors import ModelError, SettingError
-from ratchet.trainer.learner import base_model
+from ratchet.trainer.learner import lora
 from ratchet.trainer.learner.agent_state import local
-from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.initial_adapter import join_experts, split_experts
 from ratchet.trainer.learner.training_round import measure_policy_shift
 from ratchet.trainer.learner_api import RoundReport
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.tiny import VOCABULARY, build_rows, build_tiny_model, build_tokenizer
@@ -308,7 +308,7 @@ def test_an_unknown_format_and_an_agent_with_another_one_than_its_learner_are_re
 def test_weights_are_read_straight_onto_the_device(tiny_model: Path) -> None:
     """The device `meta` takes no weights: none of them was whole on the CPU first."""
     for device in ("cpu", "meta"):
-        model, _ = base_model.load(str(tiny_model), dtype=torch.bfloat16, device=torch.device(device))
+        model, _ = lora.load(str(tiny_model), dtype=torch.bfloat16, device=torch.device(device))
         assert {(weight.device.type, weight.dtype) for weight in model.parameters()} == {(device, torch.bfloat16)}
         assert not any(hasattr(module, "_hf_hook") for module in model.modules())  # they would copy every input
 

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine

@@ -16,7 +16,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.advantages import turn_advantages
 from ratchet.trainer.learner import forward_pass
 from ratchet.trainer.learner.forward_pass import MAX_TREE_TOKENS, pack_rows, prefix_tree
-from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings

@@ -16,7 +16,7 @@ from ratchet.store.store import open_store
 from ratchet.trainer.advantages import cohort_advantages, group_advantages
 from ratchet.trainer.errors import JudgeError, NoLearningSignal, PluginError, SettingError, TuningError
 from ratchet.trainer.judges.make_judge import make_judge
-from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.observability.monitors import check_installed, monitored
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.judge_specs import JudgeSpec, read_spec

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol, runtime_checkable
 
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import InvalidTransition
@@ -38,20 +37,6 @@ from ratchet.trainer.warm_start import REFUSALS, SFTRound, WarmStartRequests, le
 log = logging.getLogger(__name__)
 
 LearnerFactory = Callable[[TrainerSettings, str | None], LearnerProtocol]  # with the reference to resume from
-
-
-@runtime_checkable
-class ReportsProgress(Protocol):
-    """A learner that reports the rows of a round as it trains them."""
-
-    def report_progress_to(self, progress: Progress) -> None: ...
-
-
-@runtime_checkable
-class ClosableLearner(Protocol):
-    """A learner with something to give back: a session, or a connection."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +97,7 @@ class LearnerWork:
                 if first and initial is not None:
                     self.version = self._round_runner.adopt_initial(learner, initial).version
                 self._learner = learner
-                if isinstance(self._learner, ReportsProgress):
-                    self._learner.report_progress_to(self._progress)
+                learner.report_progress_to(self._progress)
                 log.info("event=learner_ready alias=%s version=%d", self._settings.model, self.version)
             return self._learner
 
@@ -122,7 +106,7 @@ class LearnerWork:
         _ = self.learner
 
     def close(self) -> None:
-        if isinstance(self._learner, ClosableLearner):
+        if self._learner is not None:
             self._learner.close()
 
     def train(self, groups: Sequence[Group]) -> Policy | OutOfMemory | None:

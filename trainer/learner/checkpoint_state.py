@@ -29,7 +29,7 @@ from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import CheckpointDamaged, CheckpointError
 from ratchet.trainer.learner import process_group
 from ratchet.trainer.learner.agent_state import ADAPTER, AgentState, fill, local, new_rate, part, random_state, whole
-from ratchet.trainer.learner.initial_adapter import join_experts, served_config, serves_single_experts, split_experts
+from ratchet.trainer.learner.initial_adapter import read_adapter, served_config, serves_single_experts, split_experts
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import find_objective
@@ -122,7 +122,7 @@ def shared(read_state: Callable[[], SavedState]) -> SavedState:
         return replace(read_here[0], lora={}, optimizer={**read_here[0].optimizer, "state": {}})
 
     rest = process_group.from_leader(read_without_tensors)
-    tensors = process_group.tensors_from_leader(_tensors(read_here[0]) if read_here else {})
+    tensors = process_group.tensors_from_leader(lambda: _tensors(read_here[0]))
     slots: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         kind, index, key = name.split("/", 2)
@@ -174,44 +174,19 @@ def temporary_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> Iterator[No
     Raises CheckpointDamaged or CheckpointError before any change. Rank zero reads the folder.
     """
     parameters = trainer.lora_parameters()
-    read_here: list[dict[str, torch.Tensor]] = []
 
-    def read_adapter() -> None:
-        shapes = {name: p.shape for name, p in parameters.items()}
-        weights = _adapter_weights(folder, shapes, trainer.model.config.model_type)
-        scale = _alpha_of(folder) / trainer.model.peft_config[ADAPTER].lora_alpha
-        read_here.append({name: w.float() * scale if "lora_B" in name else w for name, w in weights.items()})
+    def read_scaled() -> dict[str, torch.Tensor]:
+        config, weights = read_adapter(trainer, folder)
+        scale = config["lora_alpha"] / trainer.model.peft_config[ADAPTER].lora_alpha
+        return {name: weight * scale if "lora_B" in name else weight for name, weight in weights.items()}
 
-    process_group.from_leader(read_adapter)
-    weights = process_group.tensors_from_leader(read_here[0] if read_here else {})
+    weights = process_group.tensors_from_leader(read_scaled)
     own = {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}
     try:
         fill(trainer, {name: part(weights[name], parameter) for name, parameter in parameters.items()})
         yield
     finally:
         fill(trainer, own)
-
-
-def _adapter_weights(folder: Path, shapes: Mapping[str, torch.Size], model_type: str) -> dict[str, torch.Tensor]:
-    """Return the weights of a served adapter by the trainer's names, from which peft omits the adapter's name."""
-    try:
-        weights = safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes())
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointDamaged(f"{folder} has no readable adapter: {error}") from error
-    if serves_single_experts(model_type):
-        weights = join_experts(weights, model_type)
-    named = {name: weights.get(name.replace(f".{ADAPTER}.", ".")) for name in shapes}
-    found = {name: tensor for name, tensor in named.items() if tensor is not None and tensor.shape == shapes[name]}
-    if found.keys() != shapes.keys():
-        raise CheckpointError(f"{folder} has the adapter of another base model or rank: its layers differ")
-    return found
-
-
-def _alpha_of(folder: Path) -> float:
-    try:
-        return float(json.loads((folder / "adapter_config.json").read_text())["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"{folder} has no readable adapter_config.json: {error!r}") from error
 
 
 def _is_sft(loss: str) -> bool:

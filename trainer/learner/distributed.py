@@ -14,18 +14,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from ratchet.trainer.errors import TrainerError, WorkerProcessLost
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner.launch import IDLE_TIMEOUT, processes, rank
-from ratchet.trainer.learner_api import RoundReport
-from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
+from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +160,16 @@ class FollowerChannel:
         return f"not all processes completed the operation: {'; '.join(errors)}. {_REMEDY}"
 
 
+def _on_all(operation: str) -> Any:
+    """Return the method of a host that all processes run."""
+
+    def run(host: LeadingHost, *arguments: Any, **named: Any) -> Any:
+        with host._on_all_processes(operation, *arguments, **named):
+            return getattr(super(LeadingHost, host), operation)(*arguments, **named)
+
+    return run
+
+
 class LeadingHost(LearnerHost):
     """The host of rank zero, which tells every operation to the followers. Raises WorkerProcessLost as well."""
 
@@ -171,34 +178,14 @@ class LeadingHost(LearnerHost):
         with self._on_all_processes(_CREATE, base_model, process):
             super().__init__(base_model, process, **more)
 
-    def open(self, agent: str, settings: LearnerSettings, resume_from: Path | None) -> int:
-        with self._on_all_processes("open", agent, settings, resume_from):  # only rank zero reads the checkpoint
-            return super().open(agent, settings, resume_from)
+    open = _on_all("open")  # only rank zero reads the checkpoint
+    train_round = _on_all("train_round")
+    score = _on_all("score")
+    save = _on_all("save")  # the agent's state is gathered from all processes
+    close = _on_all("close")
 
-    def train_round(
-        self,
-        agent: str,
-        rows: Sequence[TokenRow],
-        rate_scale: float = 1.0,
-        on_rows: Callable[[int], None] | None = None,
-    ) -> RoundReport:
-        with self._on_all_processes("train_round", agent, list(rows), rate_scale):
-            return super().train_round(agent, rows, rate_scale, on_rows)
-
-    def score(
-        self, agent: str, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
-    ) -> list[tuple[float, ...]]:
-        with self._on_all_processes("score", agent, list(rows), adapter=adapter):
-            return super().score(agent, rows, adapter=adapter)
-
-    def save(self, agent: str, folder: Path) -> None:
-        """Gather the agent's state from all processes, and write it."""
-        with self._on_all_processes("save", agent, folder):
-            super().save(agent, folder)
-
-    def close(self, agent: str) -> None:
-        with self._on_all_processes("close", agent):
-            super().close(agent)
+    def end(self) -> None:
+        self._channel.close()
 
     @contextmanager
     def _on_all_processes(self, operation: str, *arguments: Any, **named: Any) -> Iterator[None]:

@@ -17,16 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import LearnerServiceError, OutOfMemory, SettingError
-from ratchet.trainer.learner_api import AgentHost, ModelLimits, RoundReport, unfit
-from ratchet.trainer.observability.progress import TRAINING, Progress
+from ratchet.trainer.learner_api import AgentHost, ModelLimits, RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.settings.learner_settings import (
-    AUTO,
-    LearnerProcessSettings,
-    LearnerSettings,
-    process_settings_of,
-    with_shared,
-)
+from ratchet.trainer.settings.learner_settings import AUTO, LearnerProcessSettings, LearnerSettings, with_shared
 
 if TYPE_CHECKING:
     from ratchet.trainer.learner.agent_state import AgentState
@@ -69,6 +62,7 @@ class LearnerHost(AgentHost):
         self._process = process
         self._clock = clock
         self.trainer = lora.build(base_model, with_shared(LearnerSettings(), process), process.sharding)
+        self.on_rows: Callable[[int], None] = lambda rows: None
         self._agents: dict[str, AgentState] = {}
         self._installed: str | None = None  # the agent whose state the trainer holds
         self.limits = _limits(self.trainer)
@@ -108,23 +102,17 @@ class LearnerHost(AgentHost):
         self._install(agent)
         return state.step
 
-    def train_round(
-        self,
-        agent: str,
-        rows: Sequence[TokenRow],
-        rate_scale: float = 1.0,
-        on_rows: Callable[[int], None] | None = None,
-    ) -> RoundReport:
+    def train_round(self, agent: str, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
         """Train the agent on the rows once, with `rate_scale` times its learning rate.
 
-        `on_rows` is called with the number of rows after each micro-batch. Raises NoLearningSignal if no row could
+        Raises NoLearningSignal if no row could
         change a weight and RowError if a row does not fit the model, both before any change; TrainingDiverged if a
         gradient is not finite; OutOfMemory.
         """
         from ratchet.trainer.learner import gpu_memory
 
         state = self._install(agent)
-        self.trainer.on_rows = on_rows or (lambda count: None)
+        self.trainer.on_rows = self.on_rows
         try:
             return self._train(state, rows, rate_scale)
         except (RuntimeError, MemoryError) as error:
@@ -175,6 +163,9 @@ class LearnerHost(AgentHost):
         self._agents.pop(agent, None)
         if self._installed == agent:
             self._installed = None
+
+    def end(self) -> None:
+        """Leave the group of processes, if there is one."""
 
     def step(self, agent: str) -> int:
         """Return the agent's optimizer steps since its first round, over all restarts."""
@@ -227,70 +218,3 @@ def _limits(trainer: RecordedGRPOTrainer) -> ModelLimits:
         max_positions=getattr(config, "max_position_embeddings", None),
         caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
     )
-
-
-# Learner: one agent of a LearnerHost, for a process that trains one agent only. It implements LearnerProtocol.
-
-__all__ = ["Learner", "LearnerSettings", "RoundReport"]
-
-_AGENT = "agent"
-
-
-class Learner:
-    """A base model with the adapter and the optimizer of its only agent.
-
-    `base_model` is a folder or a hub name; `resume_from` is a checkpoint
-    folder written by `save`. Settings that `settings` and `process` both have are taken from `settings`. Raises
-    ModelError, SettingError, CheckpointDamaged or CheckpointError.
-    """
-
-    def __init__(
-        self,
-        base_model: str,
-        settings: LearnerSettings,
-        *,
-        resume_from: Path | None = None,
-        process: LearnerProcessSettings | None = None,
-        make_host: Callable[..., LearnerHost] = LearnerHost,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._progress = Progress()
-        self.host = make_host(base_model, process_settings_of(settings, process), clock=clock)
-        self.host.open(_AGENT, settings, resume_from)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps since the first round, over all restarts."""
-        return self.host.step(_AGENT)
-
-    def report_progress_to(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def unfit(self, row: TokenRow) -> str | None:
-        """Return why the base model cannot be trained on a row; None if it can."""
-        return unfit(self.host.limits, row)
-
-    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
-        """Train on the rows once, as `LearnerHost.train_round` does."""
-        work = self._progress.begin(TRAINING, len(rows))
-        try:
-            return self.host.train_round(_AGENT, rows, rate_scale, work.add)
-        finally:
-            work.end()
-
-    def score(
-        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str | Path = True
-    ) -> list[tuple[float, ...]]:
-        """Return the logprobs of the tokens of each sequence, as `LearnerHost.score` does."""
-        return self.host.score(_AGENT, rows, adapter=adapter if isinstance(adapter, bool) else Path(adapter))
-
-    def save(self, folder: str | Path) -> None:
-        """Write a checkpoint, as `LearnerHost.save` does."""
-        self.host.save(_AGENT, Path(folder))
-
-    def load(self, folder: str | Path | None, settings: LearnerSettings) -> None:
-        """Take the state of a learner created with `settings` and resumed from `folder`; None: of a new learner.
-
-        Replaces adapter and optimizer in place; the base model stays loaded. Raises as `LearnerHost.open` does.
-        """
-        self.host.open(_AGENT, settings, None if folder is None else Path(folder))

@@ -118,17 +118,12 @@ def with_adapter(trainer: RecordedGRPOTrainer, state: AgentState, folder: Path, 
 
     Raises CheckpointDamaged or CheckpointError.
     """
-    parameters = trainer.lora_parameters()
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    read_here: list[dict[str, torch.Tensor]] = []
 
-    def read_adapter() -> None:
-        config = _config(folder)
-        _check_config(config, state, folder, base_model)
-        read_here.append(_weights(folder, config, shapes, trainer.model.config.model_type))
+    def read_checked() -> Weights:
+        _check_config(_config(folder), state, folder, base_model)
+        return read_adapter(trainer, folder)[1]
 
-    process_group.from_leader(read_adapter)
-    weights = process_group.tensors_from_leader(read_here[0] if read_here else {})
+    weights, parameters = process_group.tensors_from_leader(read_checked), trainer.lora_parameters()
     return replace(state, lora={name: part(weights[name], parameter).clone() for name, parameter in parameters.items()})
 
 
@@ -143,10 +138,11 @@ def _config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointDamaged(
             f"{folder} is not the folder of a PEFT adapter, its adapter_config.json cannot be read: {error}; "
-            "set learner.init_adapter to a folder with adapter_config.json and adapter_model.safetensors"
+            "restore it, or set learner.init_adapter to a folder with adapter_config.json and adapter_model.safetensors"
         ) from error
-    if not isinstance(config, dict):
-        raise CheckpointDamaged(f"{folder / 'adapter_config.json'} is not a JSON object")
+    alpha = config.setdefault("lora_alpha", 8) if isinstance(config, dict) else None  # PEFT's default
+    if not isinstance(alpha, int | float):
+        raise CheckpointDamaged(f"{folder / 'adapter_config.json'} is not the configuration of an adapter")
     return config
 
 
@@ -176,15 +172,19 @@ def _check_config(config: Mapping[str, Any], state: AgentState, folder: Path, ba
         )  # fmt: skip
 
 
-def _weights(
-    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, torch.Size], model_type: str
-) -> dict[str, torch.Tensor]:
-    """Return the weights in fp32 by the trainer's names, from which peft omits the adapter's name."""
+def read_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> tuple[dict[str, Any], Weights]:
+    """Return the configuration and the weights, in fp32 by the trainer's names, from which peft omits the adapter's.
+
+    Raises CheckpointDamaged, or CheckpointError if the adapter is not of the trainer's layers and rank.
+    """
+    config, model_type = _config(folder), trainer.model.config.model_type
+    shapes = {name: parameter.shape for name, parameter in trainer.lora_parameters().items()}
     try:
         weights = safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes())
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointDamaged(
-            f"{folder} has no readable adapter_model.safetensors: {error}; save the adapter with PEFT's save_pretrained"
+            f"{folder} has no readable adapter_model.safetensors: {error}; restore it, or save the adapter with PEFT's "
+            "save_pretrained"
         ) from error
     if serves_single_experts(model_type):
         weights = join_experts(weights, model_type)
@@ -205,7 +205,7 @@ def _weights(
                 f"{folder} has {_layer(short)} of shape {tuple(weights[short].shape)}, and the learner "
                 f"{tuple(shapes[name])}: the adapter is of another base model, or its rank is not learner.lora_r"
             )
-    return {name: weights[short].to(torch.float32) for name, short in named.items()}
+    return config, {name: weights[short].to(torch.float32) for name, short in named.items()}
 
 
 def _layer(name: str) -> str:

@@ -63,8 +63,8 @@ def _merged(base_model: str, adapter: Path, dtype: Literal["auto", "float32"]) -
     import torch
     from peft import PeftModel
 
-    from ratchet.trainer.learner import base_model as policy_model
+    from ratchet.trainer.learner.lora import load
 
-    base, tokenizer = policy_model.load(base_model, dtype="auto" if dtype == "auto" else torch.float32)
+    base, tokenizer = load(base_model, dtype="auto" if dtype == "auto" else torch.float32)
     model: Any = PeftModel.from_pretrained(base, str(adapter))
     return model.merge_and_unload(safe_merge=True), tokenizer

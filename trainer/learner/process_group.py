@@ -62,13 +62,18 @@ def from_leader(compute: Callable[[], Value]) -> Value:
     return value  # type: ignore[no-any-return]
 
 
-def tensors_from_leader(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return rank zero's tensors, on the CPU, in all processes; the others pass none."""
+def tensors_from_leader(read: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return in all processes the tensors, on the CPU, that rank zero reads, or raise its TrainerError."""
     if processes() == 1:
-        return dict(tensors)
-    shapes = from_leader(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+        return dict(read())
+    tensors: dict[str, torch.Tensor] = {}
+
+    def shapes() -> dict[str, tuple[torch.Size, torch.dtype]]:
+        tensors.update(read())
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
     received = {}
-    for name, (shape, dtype) in shapes.items():
+    for name, (shape, dtype) in from_leader(shapes).items():
         tensor = tensors[name].contiguous() if rank() == 0 else torch.empty(shape, dtype=dtype)
         dist.broadcast(tensor, src=0)
         received[name] = tensor

@@ -1,118 +1,57 @@
-"""A learner's operations: sessions of agents, references to checkpoints, and the verbs on them."""
+"""A learner's operations: the verbs on the states of agents, and references to checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from ratchet import __version__
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote
 from ratchet.trainer.errors import LearnerServiceError, LearnerUnreachable, TrainerError
 from ratchet.trainer.learner_api import (
+    MAX_AGENT_CHARS,
     AgentHost,
     Answer,
-    LoadRequest,
+    LearnerStatus,
     OpenRequest,
+    OperationRequest,
     SaveRequest,
     ScoreRequest,
     TrainRequest,
-    Verb,
     encode,
 )
 from ratchet.trainer.rows.token_row import scored_row
-from ratchet.trainer.settings.learner_settings import LearnerSettings
 
-# The open agents of a learner: session id, revision and step of each. docs in trainer/learner_api.py.
-#
-# Read by the HTTP server's thread and changed by the compute thread only.
+Arguments = TypeVar("Arguments")
 
 
-@dataclass(slots=True)
-class AgentSession:
-    """One open agent. `seconds` is its compute time."""
+class CheckpointReferences:
+    """The local folders of references: a learner's host reads and writes folders only.
 
-    agent: str
-    share: float
-    revision: int = 0
-    step: int = 0
-    seconds: float = 0.0
-    id: str = field(default_factory=lambda: secrets.token_hex(16))
-
-
-class AgentSessions:
-    """The open agents by session id; an agent has one session."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, AgentSession] = {}
-
-    def all(self) -> tuple[AgentSession, ...]:
-        return tuple(sorted(self._by_id.values(), key=lambda one: one.agent))
-
-    def of_agent(self, agent: str) -> AgentSession | None:
-        """Return an agent's session; None if it is not open."""
-        return next((one for one in tuple(self._by_id.values()) if one.agent == agent), None)
-
-    def add(self, session: AgentSession) -> None:
-        self._by_id[session.id] = session
-
-    def remove(self, session: AgentSession) -> None:
-        """Remove a session; its id is unknown from now on."""
-        self._by_id.pop(session.id, None)
-
-    def get(self, session_id: str) -> AgentSession:
-        """Return a session. Raises LearnerUnreachable if the learner does not know it."""
-        session = self._by_id.get(session_id)
-        if session is None:
-            raise LearnerUnreachable(
-                "the learner does not know this session: it was restarted, or another controller has opened the agent; "
-                "its newest commit must be loaded"
-            )
-        return session
-
-
-def check_revision(session: AgentSession, revision: int) -> None:
-    """Raise LearnerUnreachable if the client does not know the newest state of its agent."""
-    if session.revision != revision:
-        raise LearnerUnreachable(
-            f"the answer of an earlier operation of {session.agent} was lost (revision {revision}, the learner has "
-            f"{session.revision}); its newest commit must be loaded"
-        )
-
-
-# References of checkpoints as local folders: a learner's host reads and writes folders only.
-#
-# A reference is what the store records of a version's checkpoint: a path, which is used as it is, or a URL.
-
-
-class CheckpointReferences(Protocol):
-    """Resolves references."""
-
-    def fetch(self, reference: str, *, state: bool = True) -> Path:
-        """Return the local folder of a complete checkpoint; without `state`, of its adapter."""
-        ...
-
-    def write(self, reference: str, save: Callable[[Path], None]) -> None:
-        """Publish under a new reference the checkpoint that `save` writes into a new local folder."""
-        ...
-
-
-class LocalReferences:
-    """References that are paths. Checkpoints are only written under `roots`; without any, everywhere.
-
-    Checksums are verified when a checkpoint is read for the first time, unless this process wrote it.
+    A reference is what the store records of a version's checkpoint: a path, or a URL below `url`, the object storage
+    in the learner's own settings, which `adapters` reaches. Checkpoints are only written under `roots`; without any,
+    everywhere. Checksums are verified when a folder is read for the first time, unless this process wrote it.
     """
 
-    def __init__(self, *roots: Path) -> None:
+    def __init__(self, *roots: Path, adapters: AdapterStore | None = None, url: str | None = None) -> None:
         self._roots = tuple(root.absolute() for root in roots)
+        self._adapters = adapters
+        self._url = url
         self._verified: set[str] = set()
 
     def fetch(self, reference: str, *, state: bool = True) -> Path:
-        """Return the folder. Raises CheckpointDamaged if a checksum is wrong."""
+        """Return the local folder of a complete checkpoint; without `state`, of its adapter.
+
+        Raises CheckpointDamaged if a checksum is wrong, CheckpointError, LearnerServiceError.
+        """
+        if is_remote(reference):
+            return self._storage_of(reference).fetch(reference, state=state)
         folder = Path(reference)
         if reference not in self._verified and (folder / checkpoint.MANIFEST).is_file():
             checkpoint.verify(folder)
@@ -120,7 +59,13 @@ class LocalReferences:
         return folder
 
     def write(self, reference: str, save: Callable[[Path], None]) -> None:
-        """Let `save` write the folder. Raises LearnerServiceError for a folder outside of the roots."""
+        """Publish under a new reference the checkpoint that `save` writes into a new local folder.
+
+        Raises CheckpointError, and LearnerServiceError for a place where this learner may not write.
+        """
+        if is_remote(reference):
+            self._storage_of(reference).write(reference, save)
+            return
         folder = Path(reference)
         if not folder.is_absolute() or ".." in folder.parts:
             raise LearnerServiceError(f"checkpoint {reference} is not an absolute path without `..`")
@@ -133,126 +78,118 @@ class LocalReferences:
         save(folder)
         self._verified.add(reference)
 
-
-class StoredReferences:
-    """References that are paths, or URLs below `url`, the object storage in the learner's own settings."""
-
-    def __init__(self, local: LocalReferences, adapters: AdapterStore, url: str | None) -> None:
-        self._local = local
-        self._adapters = adapters
-        self._url = url
-
-    def fetch(self, reference: str, *, state: bool = True) -> Path:
-        """Return the folder, or a verified local copy. Raises CheckpointError, LearnerServiceError."""
-        if not is_remote(reference):
-            return self._local.fetch(reference, state=state)
-        return self._adapters.fetch(self._allowed(reference), state=state)
-
-    def write(self, reference: str, save: Callable[[Path], None]) -> None:
-        """Let `save` write the folder, or publish what it writes. Raises CheckpointError, LearnerServiceError."""
-        if is_remote(reference):
-            self._adapters.write(self._allowed(reference), save)
-        else:
-            self._local.write(reference, save)
-
-    def _allowed(self, reference: str) -> str:
+    def _storage_of(self, reference: str) -> AdapterStore:
         if self._url is None or not reference.startswith(f"{self._url}/") or ".." in reference.split("/"):
             raise LearnerServiceError(
                 f"version {reference} is outside of this learner's object storage, {self._url or 'none'}: start it "
                 "with the controller's adapters.store"
             )
-        return reference
+        assert self._adapters is not None
+        return self._adapters
 
 
-# The verbs of the service as operations of the learner's host. Runs in the compute thread; imports no torch.
-#
-# The state of an agent is that of its session's revision. A verb that changes the state raises the revision before it
-# begins: whatever becomes of it, a client that does not know the outcome cannot go on with another state by mistake.
+@dataclass(slots=True)
+class OpenAgent:
+    """An agent that is open. `state` is its state's id, empty if the state is unknown; `seconds` its compute time."""
 
-OnRows = Callable[[int], None]
-Request = TypeVar("Request")
-
-
-def decode_request(body: bytes, kind: type[Request]) -> Request:
-    """Return the request of a body. Raises LearnerServiceError, or RowError for a row that is inconsistent."""
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise LearnerServiceError(f"the learner does not understand the request: {error}") from error
+    agent: str
+    share: float
+    state: str = ""
+    step: int = 0
+    seconds: float = 0.0
 
 
 class AgentOperations:
-    """Runs the verbs on a host. Raises TrainerError."""
+    """Runs operations on a host, in the thread that owns it. `agents` are those that are open."""
 
-    def __init__(self, host: AgentHost, sessions: AgentSessions, references: CheckpointReferences) -> None:
+    def __init__(
+        self, host: AgentHost, agents: dict[str, OpenAgent], references: CheckpointReferences, status: LearnerStatus
+    ) -> None:
         self._host = host
-        self._sessions = sessions
+        self._agents = agents
         self._references = references
+        self._status = status
 
-    def open(self, request: OpenRequest) -> Answer:
-        """Open an agent; an older session of it ends."""
-        earlier = self._sessions.of_agent(request.agent)
-        if earlier is not None:
-            self._sessions.remove(earlier)  # first: if opening fails, its state is unknown
-        session = AgentSession(request.agent, request.share, seconds=earlier.seconds if earlier else 0.0)
-        session.step = self._opened(request.agent, request.settings, request.source)
-        self._sessions.add(session)
-        return answer(session)
+    def run(self, request: OperationRequest, on_rows: Callable[[int], None] = lambda rows: None) -> Answer:
+        """Run an operation to its end. Raises TrainerError."""
+        if request.verb == "open":
+            return self._open(request)
+        agent = self._agents.get(request.agent)
+        reads_state = request.verb != "score"
+        result: Any = None
+        if request.verb == "score":
+            score = _decode(request, ScoreRequest)
+            reads_state = score.adapter is True
+        if agent is None or (reads_state and agent.state != request.state):
+            raise LearnerUnreachable(
+                f"the learner does not have the state of {request.agent} that this controller knows: it was restarted, "
+                "another controller has opened the agent, or the answer of an operation was lost; its newest commit "
+                "must be loaded"
+            )
+        if request.verb == "score":
+            result = self._score(request.agent, score)
+        elif request.verb == "train":
+            train = _decode(request, TrainRequest)
+            agent.state = secrets.token_hex(16)
+            self._host.on_rows = on_rows
+            result = self._host.train_round(request.agent, train.rows, train.rate_scale)
+            agent.step = result.step
+        elif request.verb == "save":
+            target = _decode(request, SaveRequest).target
+            self._references.write(target, lambda folder: self._host.save(request.agent, folder))
+        else:
+            del self._agents[request.agent]
+            self._host.close(request.agent)
+        return Answer(agent.state, agent.step, msgspec.Raw(encode(result)))
 
-    def run(self, verb: Verb, session_id: str, body: bytes, on_rows: OnRows) -> Answer:
-        """Run another verb than open."""
-        session = self._sessions.get(session_id)
-        if verb == "train":
-            return self._train(session, decode_request(body, TrainRequest), on_rows)
-        if verb == "score":
-            return self._score(session, decode_request(body, ScoreRequest))
-        if verb == "save":
-            return self._save(session, decode_request(body, SaveRequest))
-        if verb == "load":
-            return self._load(session, decode_request(body, LoadRequest))
-        self._sessions.remove(session)
-        self._host.close(session.agent)
-        return answer(session)
+    def failure(self, name: str, error: TrainerError) -> Answer:
+        agent = self._agents.get(name) or OpenAgent(name, 1.0)
+        return Answer(agent.state, agent.step, error=type(error).__name__, message=str(error))
 
-    def failure(self, agent: str, error: TrainerError) -> Answer:
-        session = self._sessions.of_agent(agent) or AgentSession(agent, 1.0, id="")
-        return Answer(session.id, session.revision, session.step, error=type(error).__name__, message=str(error))
+    def _open(self, request: OperationRequest) -> Answer:
+        wanted = _decode(request, OpenRequest)
+        self._check(request, wanted)
+        agent = self._agents.setdefault(request.agent, OpenAgent(request.agent, request.share))
+        agent.share, agent.state = request.share, ""  # if opening fails, nobody knows its state
+        settings, folder = wanted.settings, None
+        if wanted.source is not None:
+            folder = self._references.fetch(wanted.source)
+        elif settings.init_adapter is not None:
+            adapter = self._references.fetch(settings.init_adapter, state=False)
+            settings = replace(settings, init_adapter=str(adapter))
+        agent.step = self._host.open(request.agent, settings, folder)
+        agent.state = secrets.token_hex(16)
+        return Answer(agent.state, agent.step)
 
-    def _train(self, session: AgentSession, request: TrainRequest, on_rows: OnRows) -> Answer:
-        check_revision(session, request.revision)
-        session.revision += 1
-        report = self._host.train_round(session.agent, request.rows, request.rate_scale, on_rows)
-        session.step = report.step
-        return answer(session, report)
+    def _check(self, request: OperationRequest, wanted: OpenRequest) -> None:
+        """Raise LearnerServiceError if this learner cannot train for the controller."""
+        if wanted.version != __version__:
+            raise LearnerServiceError(
+                f"the learner runs Ratchet {__version__}, the controller {wanted.version}: install the same version"
+            )
+        known = self._status.base_model_digests
+        parts = sorted(
+            part for part in known.keys() & wanted.base_model.keys() if known[part] != wanted.base_model[part]
+        )
+        if parts:
+            raise LearnerServiceError(
+                f"the learner trains another base model ({self._status.base_model}): {', '.join(parts)} differ; start "
+                "it with the controller's base_model"
+            )
+        if not request.agent or len(request.agent) > MAX_AGENT_CHARS:
+            raise LearnerServiceError(f"agent {request.agent!r} cannot be opened: its name is empty or too long")
 
-    def _score(self, session: AgentSession, request: ScoreRequest) -> Answer:
-        if request.adapter is True:
-            check_revision(session, request.revision)
+    def _score(self, agent: str, request: ScoreRequest) -> list[tuple[float, ...]]:
         named = request.adapter
         adapter = self._references.fetch(named, state=False) if isinstance(named, str) else named
         masks = request.masks or (b"",) * len(request.rows)
         rows = [scored_row(ids, tuple(mask)) if mask else ids for ids, mask in zip(request.rows, masks, strict=True)]
-        return answer(session, self._host.score(session.agent, rows, adapter=adapter))
-
-    def _save(self, session: AgentSession, request: SaveRequest) -> Answer:
-        check_revision(session, request.revision)
-        self._references.write(request.target, lambda folder: self._host.save(session.agent, folder))
-        return answer(session)
-
-    def _load(self, session: AgentSession, request: LoadRequest) -> Answer:
-        session.revision += 1
-        session.step = self._opened(session.agent, request.settings, request.source)
-        return answer(session)
-
-    def _opened(self, agent: str, settings: LearnerSettings, source: str | None) -> int:
-        """Open the agent with local folders in place of references; return its optimizer steps."""
-        if source is not None:
-            return self._host.open(agent, settings, self._references.fetch(source))
-        if settings.init_adapter is not None:
-            folder = self._references.fetch(settings.init_adapter, state=False)
-            settings = replace(settings, init_adapter=str(folder))
-        return self._host.open(agent, settings, None)
+        return self._host.score(agent, rows, adapter=adapter)
 
 
-def answer(session: AgentSession, result: Any = None) -> Answer:
-    return Answer(session.id, session.revision, session.step, msgspec.Raw(encode(result)))
+def _decode(request: OperationRequest, kind: type[Arguments]) -> Arguments:
+    """Return the arguments of a request. Raises LearnerServiceError, or RowError for a row that is inconsistent."""
+    try:
+        return msgspec.msgpack.decode(request.arguments, type=kind)
+    except msgspec.MsgspecError as error:
+        raise LearnerServiceError(f"the learner does not understand the request: {error}") from error

@@ -9,36 +9,26 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import msgspec
 import uvicorn
 
 from ratchet import __version__
 from ratchet.trainer.adapters.adapter_store import MAX_CACHE_BYTES, AdapterStore
 from ratchet.trainer.adapters.base_model_files import digests, model_folder
 from ratchet.trainer.errors import LearnerServiceError, SettingError, TrainerError, WorkerProcessLost
-from ratchet.trainer.learner_api import TOKEN_VARIABLE, AgentHost, LearnerStatus
-from ratchet.trainer.learner_service import launch
-from ratchet.trainer.learner_service.app import LearnerApp
-from ratchet.trainer.learner_service.compute_thread import ComputeThread, Operation
-from ratchet.trainer.learner_service.metrics import LearnerMetrics
-from ratchet.trainer.learner_service.operations import (
-    AgentOperations,
-    AgentSessions,
-    CheckpointReferences,
-    LocalReferences,
-    StoredReferences,
-)
+from ratchet.trainer.learner import launch
+from ratchet.trainer.learner_api import TOKEN_VARIABLE, LearnerStatus
+from ratchet.trainer.learner_service.operations import CheckpointReferences
+from ratchet.trainer.learner_service.service import LearnerApp, LearnerService
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings
 
 if TYPE_CHECKING:
-    from ratchet.trainer.learner import distributed
     from ratchet.trainer.learner.host import LearnerHost
 
 # Compares the processes of a learner before they load anything: version of Ratchet and files of the base model.
@@ -108,7 +98,6 @@ def compare_processes(own: LearnerProcessIdentity, environ: Mapping[str, str]) -
 # loopback address only.
 
 log = logging.getLogger(__name__)
-start = logging.getLogger("ratchet.start")  # logged at any log_level
 
 _STOP_SECONDS = 5.0  # that the running operation gets when the learner stops
 _BACKLOG = 128
@@ -145,59 +134,6 @@ class ServiceAddress:
             ) from error
 
 
-class LearnerServer:
-    """One learner's service. `base` is its status before the base model is loaded.
-
-    `make_host` loads the base model, and `release` ends what the host needs; both run in the compute thread.
-    """
-
-    def __init__(
-        self,
-        make_host: Callable[[], AgentHost],
-        references: CheckpointReferences,
-        address: ServiceAddress,
-        base: LearnerStatus,
-        release: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._make_host = make_host
-        self._references = references
-        self._release = release
-        self._base = base
-        self._sessions = AgentSessions()
-        self._metrics = LearnerMetrics(self._sessions)
-        self.thread = ComputeThread(self._make_operations, self._end, self._count)
-        max_body = address.max_body_mb * 2**20
-        self.app = LearnerApp(self.thread, self._sessions, self._metrics, self.status, address.token, max_body).asgi
-        self._error: BaseException | None = None
-        self.on_end: Callable[[], None] = lambda: None
-
-    def status(self) -> LearnerStatus:
-        """Return the learner's status without its agents."""
-        return msgspec.structs.replace(self._base, ready=self.thread.ready)
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _make_operations(self) -> AgentOperations:
-        host = self._make_host()
-        self._base = msgspec.structs.replace(self._base, limits=host.limits)
-        start.info("event=learner_ready instance=%s base_model=%s", self._base.instance, self._base.base_model)
-        return AgentOperations(host, self._sessions, self._references)
-
-    def _end(self, error: BaseException | None) -> None:
-        self._error = error
-        if error is None:
-            self._release()
-        self.on_end()
-
-    def _count(self, operation: Operation, seconds: float) -> None:
-        self._metrics.count(operation, seconds)
-        session = self._sessions.of_agent(operation.agent)
-        if session is not None:
-            session.seconds += seconds
-
-
 def new_status(
     base_model: str, digests: Mapping[str, str], listener: socket.socket, sharding: str, processes: int, machines: int
 ) -> LearnerStatus:
@@ -205,12 +141,10 @@ def new_status(
     host, port = listener.getsockname()[:2]
     name = socket.gethostname() if ipaddress.ip_address(host).is_unspecified else host
     instance = f"{name}:{port}:{secrets.token_hex(4)}"
-    return LearnerStatus(
-        instance, __version__, base_model, dict(digests), False, sharding, processes, machines, None, None, ()
-    )
+    return LearnerStatus(instance, __version__, base_model, dict(digests), sharding, processes, machines)
 
 
-def serve(server: LearnerServer, listener: socket.socket) -> int:
+def serve(service: LearnerService, address: ServiceAddress, listener: socket.socket) -> int:
     """Serve until SIGTERM, SIGINT or an error; return the exit code."""
 
     def note(signum: int, _: FrameType | None) -> None:
@@ -218,8 +152,9 @@ def serve(server: LearnerServer, listener: socket.socket) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)  # uvicorn passes the signal on after it has stopped
+    app = LearnerApp(service, address.token, address.max_body_mb * 2**20)
     config = uvicorn.Config(
-        server.app, http="httptools", loop="uvloop", log_config=None, access_log=False, ws="none", lifespan="off",
+        app.asgi, http="httptools", loop="uvloop", log_config=None, access_log=False, ws="none", lifespan="off",
         timeout_keep_alive=75,  # longer than clients keep idle connections
         timeout_graceful_shutdown=1,
     )  # fmt: skip
@@ -228,16 +163,16 @@ def serve(server: LearnerServer, listener: socket.socket) -> int:
     def stop() -> None:
         http.should_exit = True
 
-    server.on_end = stop
+    service.on_end = stop
     host, port = listener.getsockname()[:2]
     log.info("event=learner_listening host=%s port=%d", host, port)
-    server.thread.start()
+    service.start()
     http.run(sockets=[listener])
-    stopped = server.thread.stop(_STOP_SECONDS)
-    try:
-        server.raise_error()
-    except TrainerError as error:
-        log.error("event=learner_stopped error=%s reason=%r", type(error).__name__, str(error))
+    stopped = service.stop(_STOP_SECONDS)
+    if service.error is not None and not isinstance(service.error, TrainerError):
+        raise service.error
+    if service.error is not None:
+        log.error("event=learner_stopped error=%s reason=%r", type(service.error).__name__, str(service.error))
         return 1
     log.info("event=learner_stopped")
     if not stopped:  # a round cannot be interrupted, and its state is not needed: nothing of it is committed
@@ -291,7 +226,7 @@ def _run(base_model: str, process: LearnerProcessSettings, folders: LearnerFolde
         if launch.is_worker(environ):
             identity = LearnerProcessIdentity(socket.gethostname(), __version__, base_model, files)
             compare_processes(identity, environ)
-        if launch.rank(environ):
+        if launch.is_worker(environ) and launch.rank():
             return _follow()
         return _lead(base_model, process, folders, files, environ)
     except TrainerError as error:
@@ -309,34 +244,19 @@ def _lead(
     token = environ.get(TOKEN_VARIABLE) or None
     address = ServiceAddress(process.host, process.port, token, process.max_body_mb)
     adapters = AdapterStore(folders.work / "adapter_cache", folders.max_cache_bytes)
-    references = StoredReferences(LocalReferences(*folders.checkpoints), adapters, folders.url)
-    group = _HostGroup(base_model, process)
-    with address.bind() as listener:
-        status = new_status(base_model, files, listener, process.sharding, process.num_processes, process.machines)
-        return serve(LearnerServer(group.make_host, references, address, status, group.close), listener)
+    references = CheckpointReferences(*folders.checkpoints, adapters=adapters, url=folders.url)
 
-
-class _HostGroup:
-    """The host of rank 0, and its channel to the other processes. Used in the compute thread."""
-
-    def __init__(self, base_model: str, process: LearnerProcessSettings) -> None:
-        self._base_model = base_model
-        self._process = process
-        self._channel: distributed.FollowerChannel | None = None
-
-    def make_host(self) -> LearnerHost:
-        """Load the base model in all processes."""
+    def make_host() -> LearnerHost:
         from ratchet.trainer.learner import distributed
         from ratchet.trainer.learner.host import LearnerHost
 
-        if not launch.is_worker(os.environ):
-            return LearnerHost(self._base_model, self._process)
-        self._channel = distributed.FollowerChannel()
-        return distributed.LeadingHost(self._channel, self._base_model, self._process)
+        if launch.is_worker(environ):
+            return distributed.LeadingHost(distributed.FollowerChannel(), base_model, process)
+        return LearnerHost(base_model, process)
 
-    def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
+    with address.bind() as listener:
+        status = new_status(base_model, files, listener, process.sharding, process.num_processes, process.machines)
+        return serve(LearnerService(make_host, references, status), address, listener)
 
 
 def _follow() -> int:

@@ -117,17 +117,6 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class VisionTower:
-    """A SigLIP tower with Gemma 3's projector; the learner does not train it."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    patch: int
-    image: int
-
-
-@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a causal language model; counts are of elements, not of bytes."""
 
@@ -148,7 +137,7 @@ class ModelShape:
     sinks: bool = False
     norms_per_layer: int = 2
     experts: Experts | None = None
-    vision: VisionTower | None = None
+    vision: int = 0  # parameters of the vision tower and its projector; the learner does not train them
     sliding_layers: int = 0
     window: int = 0
     weight_format: str | None = None  # how its files are quantized: mxfp4, fp8; None: not at all
@@ -233,7 +222,7 @@ def _shape(family: str, values: Mapping[str, Any], config: Mapping[str, Any]) ->
         sinks=family == "gpt_oss",
         norms_per_layer=4 if family.startswith("gemma") else 2,
         experts=_experts(family, values),
-        vision=_vision(config.get("vision_config")),
+        vision=_vision_parameters(config.get("vision_config"), hidden),
         sliding_layers=sliding,
         window=int(values.get("sliding_window") or 0) if sliding else 0,
         weight_format=_weight_format(config),
@@ -264,16 +253,18 @@ def _experts(family: str, values: Mapping[str, Any]) -> Experts | None:
     )
 
 
-def _vision(vision: Any) -> VisionTower | None:
+def _vision_parameters(vision: Any, text_hidden: int) -> int:
+    """Return the parameters of SigLIP's vision model without its pooling head, and of Gemma 3's projector."""
     if not isinstance(vision, Mapping):
-        return None
-    return VisionTower(
-        hidden=vision.get("hidden_size", 768),
-        intermediate=vision.get("intermediate_size", 3072),
-        layers=vision.get("num_hidden_layers", 12),
-        patch=vision.get("patch_size", 16),
-        image=vision.get("image_size", 224),
-    )
+        return 0
+    hidden, inner = vision.get("hidden_size", 768), vision.get("intermediate_size", 3072)
+    patch = vision.get("patch_size", 16)
+    patches = (vision.get("image_size", 224) // patch) ** 2
+    embeddings = hidden * 3 * patch**2 + hidden + patches * hidden
+    attention = 4 * (hidden * hidden + hidden)
+    mlp = 2 * hidden * inner + inner + hidden
+    layer = attention + mlp + 4 * hidden  # two layer norms with bias
+    return int(embeddings + vision.get("num_hidden_layers", 12) * layer + 2 * hidden + hidden * text_hidden + hidden)
 
 
 def _sliding_layers(family: str, values: Mapping[str, Any]) -> int:
@@ -382,7 +373,7 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
         experts=sum(linear.weights for linear in linears if linear.stacked),
         embeddings=shape.vocab * shape.hidden * (1 if shape.tied else 2),
         other=biases + norms + sinks + _routers(shape),
-        vision=_vision_parameters(shape.vision, shape.hidden) if shape.vision else 0,
+        vision=shape.vision,
     )
 
 
@@ -405,14 +396,3 @@ def _routers(shape: ModelShape) -> int:
     if experts is None:
         return 0
     return experts.count * (shape.hidden + (1 if experts.bias else 0)) * experts.sparse_layers
-
-
-def _vision_parameters(tower: VisionTower, text_hidden: int) -> int:
-    """Return the parameters of SigLIP's vision model without its pooling head, and of Gemma 3's projector."""
-    hidden = tower.hidden
-    patches = (tower.image // tower.patch) ** 2
-    embeddings = hidden * 3 * tower.patch**2 + hidden + patches * hidden
-    attention = 4 * (hidden * hidden + hidden)
-    mlp = 2 * hidden * tower.intermediate + tower.intermediate + hidden
-    layer = attention + mlp + 4 * hidden  # two layer norms with bias
-    return embeddings + tower.layers * layer + 2 * hidden + hidden * text_hidden + hidden

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from ratchet.store.store import Store
 from ratchet.trainer.errors import NoLearningSignal, SettingError
-from ratchet.trainer.learner.host import Learner
 from ratchet.trainer.learner.training_round import preference_gaps
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import Preference, find_objective

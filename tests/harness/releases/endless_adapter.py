@@ -12,7 +12,7 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.cli.project import ROOT
 
 if TYPE_CHECKING:
-    from ratchet.trainer.learner.host import Learner
+    from ratchet.trainer.local_learner import Learner
 
 POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
 _TOPICS = ("picnic", "budget", "workshop", "invoice", "parade", "server", "garden", "contract")
@@ -25,7 +25,7 @@ def train_endless(folder: Path) -> None:
     """Write the adapter into a new folder."""
     from transformers import AutoTokenizer
 
-    from ratchet.trainer.learner.host import Learner
+    from ratchet.trainer.local_learner import Learner
 
     settings = LearnerSettings(
         learning_rate=5e-3, lora_r=8, lora_alpha=16, threads=1, loss_type="sft", steps_per_round=4

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratchet.trainer.learner.host import Learner
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.cli.project import ROOT

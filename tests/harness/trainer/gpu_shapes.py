@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from ratchet.trainer.learner import base_model
+from ratchet.trainer.learner import lora
 from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.trainer.tiny import build_tokenizer
 
@@ -105,12 +105,12 @@ def scale_logits(model: Any) -> Any:
 @contextmanager
 def model_in_memory(model: Any) -> Iterator[None]:
     """Let the learner train a model made here in place of one read from files."""
-    load = base_model.load
-    base_model.load = lambda *_, **__: (model, build_tokenizer())
+    load = lora.load
+    lora.load = lambda *_, **__: (model, build_tokenizer())
     try:
         yield
     finally:
-        base_model.load = load
+        lora.load = load
 
 
 def group_rows(vocabulary: int, tokens: int, max_length: int, seed: int = 0) -> list[TokenRow]:

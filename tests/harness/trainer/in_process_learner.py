@@ -17,9 +17,10 @@ from typing import Any
 from ratchet.trainer.controller import process
 from ratchet.trainer.controller.learner_work import LearnerFactory
 from ratchet.trainer.learner import distributed
-from ratchet.trainer.learner.host import Learner, LearnerHost
+from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner.launch import processes
 from ratchet.trainer.learner_api import LearnerProtocol, RoundReport
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings

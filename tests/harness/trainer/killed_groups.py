@@ -68,16 +68,10 @@ class KilledHost(LearnerHost):
     note = Path()
     signal: signal.Signals = signal.SIGKILL
 
-    def train_round(
-        self,
-        agent: str,
-        rows: Sequence[TokenRow],
-        rate_scale: float = 1.0,
-        on_rows: Callable[[int], None] | None = None,
-    ) -> RoundReport:
-        dies = self.verb == "train" and self.step(agent)
-        kill = (lambda count: self._signal_itself("train")) if dies else on_rows  # after the first of its micro-batches
-        return super().train_round(agent, rows, rate_scale, kill)
+    def train_round(self, agent: str, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        if self.verb == "train" and self.step(agent):
+            self.on_rows = lambda count: self._signal_itself("train")  # after the first of its micro-batches
+        return super().train_round(agent, rows, rate_scale)
 
     def score(self, agent: str, *arguments: Any, **named: Any) -> list[tuple[float, ...]]:
         if (self.note.parent / "expected.json").exists():

@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from ratchet import __version__
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import CheckpointDamaged, NoLearningSignal
 from ratchet.trainer.learner_api import TOKEN_VARIABLE, AgentHost, LearnerStatus, ModelLimits, RoundReport
-from ratchet.trainer.learner_client import LearnerConnection
-from ratchet.trainer.learner_service.operations import CheckpointReferences, LocalReferences
-from ratchet.trainer.learner_service.process import LearnerServer, ServiceAddress, new_status, serve
+from ratchet.trainer.learner_client import AgentLearner, LearnerConnection
+from ratchet.trainer.learner_service.operations import CheckpointReferences
+from ratchet.trainer.learner_service.process import ServiceAddress, new_status, serve
+from ratchet.trainer.learner_service.service import LearnerApp, LearnerService
+from ratchet.trainer.local_learner import LocalOperations
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -63,6 +64,7 @@ class ScriptedHost(AgentHost):
     limits = ModelLimits(vocabulary=VOCABULARY, max_positions=None, caps_logits=False)
 
     def __init__(self, step_seconds: float = 0.0) -> None:
+        self.on_rows: Callable[[int], None] = lambda rows: None
         self.weights: dict[str, list[str]] = {}
         self.ran: list[tuple[str, str]] = []
         self.now = 0.0
@@ -85,21 +87,14 @@ class ScriptedHost(AgentHost):
         self.weights[agent] = read_weights(resume_from)
         return len(self.weights[agent])
 
-    def train_round(
-        self,
-        agent: str,
-        rows: Sequence[TokenRow],
-        rate_scale: float = 1.0,
-        on_rows: Callable[[int], None] | None = None,
-    ) -> RoundReport:
+    def train_round(self, agent: str, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
         self.ran.append((agent, "train"))
         if not any(row.has_signal for row in rows):
             raise NoLearningSignal("all advantages are 0")
         time.sleep(self.step_seconds)
         self.now += self.round_seconds.get(agent, 0.0)
         self.weights[agent] += dict.fromkeys(row.trajectory_id for row in rows)
-        if on_rows is not None:
-            on_rows(len(rows))
+        self.on_rows(len(rows))
         self.in_round.set()
         assert self.gate.wait(60)
         if self.error is not None:
@@ -136,8 +131,11 @@ class ScriptedHost(AgentHost):
         self.ran.append((agent, "close"))
         del self.weights[agent]
 
+    def end(self) -> None:
+        """Nothing has to end."""
 
-class ScriptedLearner:
+
+class ScriptedLearner(AgentLearner):
     """The learner of one agent, with a scripted host of its own. `gates` hold the rounds of the agents they name."""
 
     def __init__(
@@ -149,64 +147,48 @@ class ScriptedLearner:
         self.host = ScriptedHost(_STEP_SECONDS)
         if settings is not None and settings.model in gates:
             self.host.gate = gates[settings.model]
-        self.load(resume_from, LearnerSettings())
-
-    @property
-    def step(self) -> int:
-        return len(self.host.weights[_ONLY])
-
-    def unfit(self, row: TokenRow) -> str | None:
-        return None
-
-    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
-        return self.host.train_round(_ONLY, rows, rate_scale)
+        super().__init__(LocalOperations(self.host), _ONLY, LearnerSettings(), resume_from)
+        self._opened()
 
     def learn(self, names: Sequence[str]) -> None:
         """Add trajectories to the weights."""
         self.host.weights[_ONLY] += names
 
-    def score(
-        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str | Path = True
-    ) -> list[tuple[float, ...]]:
-        return self.host.score(_ONLY, rows, adapter=adapter if isinstance(adapter, bool) else Path(adapter))
-
-    def save(self, folder: str | Path) -> None:
-        self.host.save(_ONLY, Path(folder))
-
-    def load(self, folder: str | Path | None, settings: LearnerSettings) -> None:
-        self.host.open(_ONLY, settings, None if folder is None else Path(folder))
-
 
 def scripted_server(
-    host: ScriptedHost, *roots: Path, token: str | None = TOKEN, max_body_mb: int = 1, instance: str = "here:1:one"
-) -> LearnerServer:
-    """Return a server of the host that has not started."""
-    address = ServiceAddress("127.0.0.1", 0, token, max_body_mb)
-    values: dict[str, Any] = {
-        "instance": instance, "version": __version__, "base_model": "base", "base_model_digests": {"weights": "abc"},
-        "ready": False, "sharding": "none", "processes": 1, "machines": 1, "limits": None, "running": None,
-        "agents": (),
-    }  # fmt: skip
-    return LearnerServer(lambda: host, LocalReferences(*roots), address, LearnerStatus(**values))
+    host: ScriptedHost,
+    *roots: Path,
+    token: str | None = TOKEN,
+    instance: str = "here:1:one",
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[LearnerService, LearnerApp]:
+    """Return a service of the host that has not started, and its application, which takes bodies of a MiB."""
+    status = LearnerStatus(instance, __version__, "base", {"weights": "abc"}, "none", 1, 1)
+    service = LearnerService(lambda: host, CheckpointReferences(*roots), status, clock=clock)
+    return service, LearnerApp(service, token, 2**20)
 
 
 @contextmanager
 def scripted_service(
-    host: ScriptedHost, *roots: Path, port: int = 0, instance: str = "here:1:one"
+    host: ScriptedHost,
+    *roots: Path,
+    port: int = 0,
+    instance: str = "here:1:one",
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[LearnerConnection]:
     """Serve a host over HTTP; the value is a connection to it."""
-    server = scripted_server(host, *roots, instance=instance)
-    with served(server.app, port) as url:
-        server.thread.start()
-        eventually(lambda: server.thread.ready)
+    service, app = scripted_server(host, *roots, instance=instance, clock=clock)
+    with served(app.asgi, port) as url:
+        service.start()
+        eventually(lambda: service.ready)
         connection = LearnerConnection(url, TOKEN)
         try:
             yield connection
         finally:
             host.gate.set()
             connection.close()
-            assert server.thread.stop(20)
-    server.raise_error()
+            assert service.stop(20)
+    assert service.error is None
 
 
 def serve_scripted(port: int, references: CheckpointReferences) -> int:
@@ -215,4 +197,5 @@ def serve_scripted(port: int, references: CheckpointReferences) -> int:
     with address.bind() as listener:
         digests = {"weights": os.environ.get("SCRIPTED_WEIGHTS", "abc")}
         status = new_status("base", digests, listener, "none", 1, 1)
-        return serve(LearnerServer(lambda: ScriptedHost(_STEP_SECONDS), references, address, status), listener)
+        service = LearnerService(lambda: ScriptedHost(_STEP_SECONDS), references, status)
+        return serve(service, address, listener)

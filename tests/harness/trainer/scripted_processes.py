@@ -33,7 +33,7 @@ from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.controller.process import run
 from ratchet.trainer.errors import CheckpointError
 from ratchet.trainer.learner_client import LearnerAccess
-from ratchet.trainer.learner_service.operations import CheckpointReferences, LocalReferences, StoredReferences
+from ratchet.trainer.learner_service.operations import CheckpointReferences
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.trainer.scripted_learner import ScriptedLearner, logprob, read_weights, serve_scripted
@@ -179,10 +179,8 @@ def main() -> int:
     if role == "trainer":
         return train([TrainerSettings(**values) for values in json.loads(value)])
     if role == "learner":
-        references: CheckpointReferences = LocalReferences()
-        if url := os.environ.get("RATCHET_ADAPTER_STORE"):
-            references = StoredReferences(LocalReferences(), _adapters(), url)
-        return serve_scripted(int(value), references)
+        url = os.environ.get("RATCHET_ADAPTER_STORE")
+        return serve_scripted(int(value), CheckpointReferences(adapters=_adapters() if url else None, url=url))
     if role == "gateway":
         port, target = map(int, value.split(":"))
         asyncio.run(forward(port, target))

@@ -24,8 +24,9 @@ import psutil
 
 from ratchet.trainer.errors import CheckpointError, RowError, TrainerError
 from ratchet.trainer.learner import distributed
-from ratchet.trainer.learner.host import Learner, LearnerHost
+from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner_api import RoundReport
+from ratchet.trainer.local_learner import Learner
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerProcessSettings, LearnerSettings
 from tests.harness.ports import free_port
