@@ -29,7 +29,7 @@ import openai
 from ratchet.store.store import open_store
 from ratchet.trainer.tasks import Task, content_id
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
-from ratchet.tuner.rollouts.workflow import WorkflowOutput
+from ratchet.tuner.rollouts.workflow import WorkflowInput, WorkflowOutput
 from ratchet.tuner.settings import TunerSettings
 from tests.harness.proxy.servers import ProxyProcess, VllmProcess
 
@@ -54,14 +54,16 @@ class OneCallWorkflow:
     def __init__(self, web: openai.DefaultAsyncHttpxClient) -> None:
         self._web = web
 
-    async def run(self, task: Any, *, base_url: str, api_key: str, model: str, **given: Any) -> WorkflowOutput:
+    async def run(self, given: WorkflowInput) -> WorkflowOutput:
         """Ask, and ask on."""
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=self._web, max_retries=0)
-        messages: list[Any] = [{"role": "user", "content": task["question"]}]
+        client = openai.AsyncOpenAI(
+            base_url=given.base_url, api_key=given.api_key, http_client=self._web, max_retries=0
+        )
+        messages: list[Any] = [{"role": "user", "content": given.task["question"]}]
         for _ in range(CALLS):
-            answer = await client.chat.completions.create(model=model, messages=messages)
+            answer = await client.chat.completions.create(model=given.model, messages=messages)
             messages += [answer.choices[0].message.model_dump(exclude_none=True)]
-            messages += [{"role": "user", "content": task["question"]}]
+            messages += [{"role": "user", "content": given.task["question"]}]
         return WorkflowOutput(answer.choices[0].message.content)
 
 
@@ -78,7 +80,7 @@ async def bare(agent: OneCallWorkflow, tasks: list[Task], url: str) -> None:
     async def work() -> None:
         for number, task in waiting:
             base_url = f"{url}/t/bare-{time.time_ns()}-{number}/v1"
-            await agent.run(task.row, base_url=base_url, api_key="none", model="agent")
+            await agent.run(WorkflowInput(task.row, base_url, "none", "agent"))
 
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
 

@@ -11,6 +11,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from statistics import fmean
 from typing import Any
@@ -38,7 +39,6 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import (
     DEMONSTRATIONS,
     POLICY,
-    RESERVED_SOURCES,
     TrainerSettings,
     WarmStartSettings,
 )
@@ -129,20 +129,12 @@ def _general_data(settings: WarmStartSettings) -> Iterator[tuple[str, Mapping[st
 # general ability. Only the content decides which conversations are held out, so that warm starts are comparable.
 
 
-@dataclass(frozen=True, slots=True)
-class GeneralDataRows:
-    """Rows to train on, rows that are only measured, and the counts of skipped conversations by reason."""
-
-    trained: tuple[TokenRow, ...] = ()
-    held_out: tuple[TokenRow, ...] = ()
-    skipped: Mapping[str, int] | None = None
-
-
 def general_rows(
     conversations: Iterable[tuple[str, Mapping[str, Any]]], chat: ChatRenderer, settings: WarmStartSettings
-) -> GeneralDataRows:
-    """Return the rows of conversations, given as (id, task row with `messages`). Raises LearningError if none is
-    left.
+) -> tuple[list[TokenRow], list[TokenRow], Counter[str]]:
+    """Return rows to train on, rows that are only measured, and the counts of skipped conversations by reason.
+
+    Conversations are given as (id, task row with `messages`). Raises LearningError if none is left.
     """
     skipped: Counter[str] = Counter()
     rendered: dict[str, list[TokenRow]] = {}
@@ -156,9 +148,10 @@ def general_rows(
     if not measured:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.most_common(3)) or "it is empty"
         raise LearningError(f"general data {settings.general}: no conversations to mix in and measure ({reasons})")
-    parts = order[measured:], order[:measured]
-    trained, held_out = (tuple(row for name in part for row in rendered[name]) for part in parts)
-    return GeneralDataRows(trained, held_out, dict(skipped))
+    trained, held_out = (
+        [row for name in part for row in rendered[name]] for part in (order[measured:], order[:measured])
+    )
+    return trained, held_out, skipped
 
 
 def mix_rows(examples: Sequence[TokenRow], general: Sequence[TokenRow], ratio: float, seed: int) -> list[TokenRow]:
@@ -215,22 +208,27 @@ _PAGE = 500
 _HELD_OUT = "of a held-out task"
 
 
-@dataclass(frozen=True, slots=True)
-class SFTRows:
-    """Rows, the scores of their trajectories, and the counts of skipped trajectories by reason."""
+@dataclass(slots=True)
+class SFTData:
+    """What a warm start trains on and is measured with.
+
+    rows           the examples, in no order with general data once `gather` has mixed them
+    scores         by trajectory; None for demonstrations
+    skipped        trajectories that are not used, by reason
+    general_rows   number of general rows among `rows`
+    held_out       general rows that are only measured
+    """
 
     rows: list[TokenRow] = field(default_factory=list)
-    scores: dict[str, float | None] = field(default_factory=dict)  # by trajectory; None for demonstrations
+    scores: dict[str, float | None] = field(default_factory=dict)
     by_source: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
+    general_rows: int = 0
+    held_out: list[TokenRow] = field(default_factory=list)
+    general_skipped: Counter[str] = field(default_factory=Counter)
 
-    def add(self, source: str, trajectory_id: str, score: float | None, rows: Sequence[TokenRow]) -> None:
-        if rows:
-            self.rows.extend(rows)
-            self.scores[trajectory_id] = score
-            self.by_source[source] += 1
-        else:
-            self.skipped["no trainable answer"] += 1
+
+Example = tuple[str, float | None, Callable[[], Sequence[TokenRow]]]  # trajectory, its score, what makes its rows
 
 
 @dataclass
@@ -258,94 +256,112 @@ class SFTDataCollector:
         """Return the examples and general data. Raises LearningError, with the counts of what was skipped, if
         they are too few.
         """
-        examples, settings = self.collect(), self.settings
-        if len(examples.scores) < settings.min_trajectories:
-            reasons = ", ".join(f"{reason}: {count}" for reason, count in examples.skipped.most_common())
+        found, settings = self.collect(), self.settings
+        if len(found.scores) < settings.min_trajectories:
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in found.skipped.most_common())
             raise LearningError(
-                f"{len(examples.scores)} trajectories to train on from {', '.join(settings.sources)}, "
+                f"{len(found.scores)} trajectories to train on from {', '.join(settings.sources)}, "
                 f"{settings.min_trajectories} are needed ({reasons or 'none were found'}): lower min_score or `least`, "
                 "or let the agent work first"
             )
-        other = general_rows(general, self.chat, settings) if settings.general is not None else GeneralDataRows()
-        rows = mix_rows(examples.rows, other.trained, settings.general_ratio, settings.seed)
-        return SFTData(examples, other, tuple(rows))
-
-    def collect(self) -> SFTRows:
-        """Return the examples of all sources in the settings. Raises SettingError for an ambiguous source name."""
-        for name in RESERVED_SOURCES:
-            if name not in self.settings.sources or name == self.alias:
-                continue
-            if self.store.trajectories.page(1, chosen=TrajectoryFilter(alias=name)):
-                raise SettingError(
-                    f"warm_start.sources: {name!r} is a reserved source name, and the store has trajectories of a "
-                    "model with that name: serve the model under another name, or remove the source"
-                )
-        found = SFTRows()
-        if POLICY in self.settings.sources:
-            self._add_policy(found)
-        if DEMONSTRATIONS in self.settings.sources:
-            self._add_demonstrations(found)
-        for teacher in self.settings.teachers:
-            self._add_teacher(found, teacher)
+        if settings.general is not None:
+            trained, found.held_out, found.general_skipped = general_rows(general, self.chat, settings)
+            examples = len(found.rows)
+            found.rows = mix_rows(found.rows, trained, settings.general_ratio, settings.seed)
+            found.general_rows = len(found.rows) - examples
         return found
 
-    def _add_policy(self, found: SFTRows) -> None:
+    def collect(self) -> SFTData:
+        """Return the examples of all sources in the settings. Raises SettingError for an ambiguous source name."""
+        found, own = SFTData(), {POLICY: self._of_policy, DEMONSTRATIONS: self._demonstrations}
+        for source in self.settings.sources:
+            if (
+                source in own
+                and source != self.alias
+                and self.store.trajectories.page(1, chosen=TrajectoryFilter(alias=source))
+            ):
+                raise SettingError(
+                    f"warm_start.sources: {source!r} is a reserved source name, and the store has trajectories of a "
+                    "model with that name: serve the model under another name, or remove the source"
+                )
+            for name, score, make_rows in own.get(source, partial(self._of_teacher, source))(found.skipped):
+                try:
+                    rows = make_rows()
+                except RowError as refused:
+                    found.skipped[str(refused)] += 1
+                    continue
+                if not rows:
+                    found.skipped["no trainable answer"] += 1
+                    continue
+                found.rows.extend(rows)
+                found.scores[name] = score
+                found.by_source[source] += 1
+        return found
+
+    def _of_policy(self, skipped: Counter[str]) -> Iterator[Example]:
         live = self.store.groups.past_scores(self.alias, self.judge.version, limit=self.settings.max_per_source)
         judged_at = {one.trajectory_id: one.judged_at for one in live}
         collected = [one for one in self.store.rollouts.of_tuning(self.tuning_id, COLLECTED) if one.score is not None]
         judged_at |= {one.id: math.inf for one in collected}
         scored = [(cohort_of(one.task_id, "", ""), one.id, one.score or 0.0) for one in collected]
         scored += [(one.cohort, one.trajectory_id, one.score) for one in live]
-        for name, score in self._select(found, reversed(scored)):
+        for name, score in self._select(skipped, reversed(scored)):
             transcript = self.store.trajectories.read(name)
             if transcript.trajectory.purpose != "live" and judged_at[name] != math.inf:
-                found.skipped["evaluated"] += 1
-                continue
-            calls = self._role_resolver.with_roles(self.store.trajectories.context_calls(transcript))
-            seen = [call for call in calls if call.ended_at is not None and call.ended_at <= judged_at[name]]
-            try:
-                rows = build_rows(name, seen, 1.0, self._role_resolver.roles, imitated=True).rows
-            except RowError:
-                found.skipped["invalid_row"] += 1
-                continue
-            # Trained at temperature 1 whatever they were sampled at; SFT has no ratio, so their logprobs are unused.
-            plain = [dataclasses.replace(row, temperature=1.0, importance=False, truncation=None) for row in rows]
-            found.add(POLICY, name, score, plain)
+                skipped["evaluated"] += 1
+            else:
+                yield name, score, partial(self._sampled_rows, transcript, judged_at[name])
 
-    def _add_demonstrations(self, found: SFTRows) -> None:
+    def _sampled_rows(self, transcript: Transcript, until: float) -> list[TokenRow]:
+        """Return the rows of the answers that the judge saw. Raises RowError."""
+        calls = self._role_resolver.with_roles(self.store.trajectories.context_calls(transcript))
+        seen = [call for call in calls if call.ended_at is not None and call.ended_at <= until]
+        try:
+            rows = build_rows(transcript.trajectory.id, seen, 1.0, self._role_resolver.roles, imitated=True).rows
+        except RowError as error:
+            raise RowError("invalid_row") from error
+        # Trained at temperature 1 whatever they were sampled at; SFT has no ratio, so their logprobs are unused.
+        return [dataclasses.replace(row, temperature=1.0, importance=False, truncation=None) for row in rows]
+
+    def _demonstrations(self, skipped: Counter[str]) -> Iterator[Example]:
         for name in self._demonstration_ids():
             transcript = self.store.trajectories.read(name)
             if transcript.trajectory.alias != self.alias or transcript.trajectory.purpose != "live":
-                found.skipped["demonstration elsewhere"] += 1
+                skipped["demonstration elsewhere"] += 1
                 continue
             if is_set_aside(transcript.trajectory, self.held_out):
-                found.skipped[_HELD_OUT] += 1
+                skipped[_HELD_OUT] += 1
                 continue
             demonstrations = preference_rows.demonstrations([transcript], self.store.trajectories.messages_to)
-            found.skipped.update(demonstrations.skipped)
+            skipped.update(demonstrations.skipped)
             for row in demonstrations.rows:
                 prompt, answer = row["prompt"], row["completion"]
                 tools = tuple(json.loads(row["tools"])) if "tools" in row else ()
                 one = Conversation(name, (*prompt, *answer), frozenset({len(prompt)}), tools)
-                self._render(found, DEMONSTRATIONS, name, None, [one])
+                yield name, None, partial(self.chat.rows, one)
 
-    def _add_teacher(self, found: SFTRows, teacher: str) -> None:
+    def _of_teacher(self, teacher: str, skipped: Counter[str]) -> Iterator[Example]:
         cohorts: dict[str, list[Transcript]] = defaultdict(list)
-        for transcript in self._teacher_transcripts(teacher, found):
+        for transcript in self._teacher_transcripts(teacher, skipped):
             cohorts[transcript.trajectory.group_key].append(transcript)
         judged: list[tuple[str, str, float]] = []
         read: dict[str, Transcript] = {}
         for cohort, members in cohorts.items():
             for member, verdict in zip(members, self.judge.judge(None, members).verdicts, strict=True):
                 if verdict.score is None:
-                    found.skipped["judge failed"] += 1
+                    skipped["judge failed"] += 1
                 else:
                     judged.append((cohort, member.trajectory.id, verdict.score))
                     read[member.trajectory.id] = member
-        for name, score in self._select(found, judged):
-            self._render(found, teacher, name, score, find_conversations(read[name], self.store, self._role_resolver))
+        for name, score in self._select(skipped, judged):
+            yield name, score, partial(self._rendered_rows, read[name])
 
-    def _teacher_transcripts(self, teacher: str, found: SFTRows) -> Iterator[Transcript]:
+    def _rendered_rows(self, transcript: Transcript) -> list[TokenRow]:
+        """Return the rows of another model's conversations. Raises RowError."""
+        conversations = find_conversations(transcript, self.store, self._role_resolver)
+        return [row for one in conversations for row in self.chat.rows(one)]
+
+    def _teacher_transcripts(self, teacher: str, skipped: Counter[str]) -> Iterator[Transcript]:
         before = None
         left = self.settings.max_per_source
         while left > 0:
@@ -354,11 +370,11 @@ class SFTDataCollector:
                 return
             for run in page:
                 if is_set_aside(run, self.held_out):
-                    found.skipped[_HELD_OUT] += 1
+                    skipped[_HELD_OUT] += 1
                 elif run.purpose == OTHER and not self._is_measured(run.id):
                     yield self.store.trajectories.read(run.id)
                 else:
-                    found.skipped["evaluated"] += 1
+                    skipped["evaluated"] += 1
             left -= len(page)
             before = page[-1].id
 
@@ -380,40 +396,28 @@ class SFTDataCollector:
             before = page[-1].id
         return list(names)
 
-    def _select(self, found: SFTRows, scored: Iterable[tuple[str, str, float]]) -> list[tuple[str, float]]:
+    def _select(self, skipped: Counter[str], scored: Iterable[tuple[str, str, float]]) -> list[tuple[str, float]]:
         """Return (trajectory, score) of the best ones of each task that reach min_score; newest tasks first."""
         min_score, max_per_task = -math.inf if self.relative else self.settings.min_score, self.settings.max_per_task
         by_task: dict[str, list[tuple[str, float]]] = defaultdict(list)
         for cohort, name, score in scored:
             if is_held_out(cohort, self.held_out):
-                found.skipped[_HELD_OUT] += 1
+                skipped[_HELD_OUT] += 1
             elif score >= min_score:
                 by_task[cohort].append((name, score))
             else:
-                found.skipped[f"score below {min_score:g}"] += 1
+                skipped[f"score below {min_score:g}"] += 1
         for members in by_task.values():
             if self.relative:
                 mean = sum(score for _, score in members) / len(members)
                 above = [member for member in members if member[1] > mean]
                 if len(above) < len(members):
-                    found.skipped["not above its group (the judge only ranks)"] += len(members) - len(above)
+                    skipped["not above its group (the judge only ranks)"] += len(members) - len(above)
                 members[:] = above
             members.sort(key=lambda member: -member[1])
             if len(members) > max_per_task:
-                found.skipped["more of the same task"] += len(members) - max_per_task
+                skipped["more of the same task"] += len(members) - max_per_task
         return [member for members in by_task.values() for member in members[:max_per_task]]
-
-    def _render(
-        self, found: SFTRows, source: str, name: str, score: float | None, conversations: Sequence[Conversation]
-    ) -> None:
-        rows: list[TokenRow] = []
-        for one in conversations:
-            try:
-                rows += self.chat.rows(one)
-            except RowError as refused:
-                found.skipped[str(refused)] += 1
-                return
-        found.add(source, name, score, rows)
 
 
 def find_conversations(transcript: Transcript, store: Store, role_resolver: RoleResolver) -> list[Conversation]:
@@ -469,15 +473,6 @@ def _places(
 # warm start with too few examples is refused with the reason, before any weight changes.
 
 
-@dataclass(frozen=True, slots=True)
-class SFTData:
-    """Everything that a warm start trains on and is measured with."""
-
-    examples: SFTRows
-    general: GeneralDataRows
-    rows: tuple[TokenRow, ...]  # examples and general data, in no order
-
-
 def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows: int) -> LearnerSettings:
     return dataclasses.replace(
         learner,
@@ -517,7 +512,7 @@ class SFTRound:
         reference = self._round_runner.next_reference()  # a store that is away costs no step
         started = self._store.rounds.start(self._alias, from_version)
         rows = [row for row in data.rows if learner.unfit(row) is None]
-        measured = [row for row in data.general.held_out if learner.unfit(row) is None]
+        measured = [row for row in data.held_out if learner.unfit(row) is None]
         try:
             before = mean_loss(learner, measured) if measured else None
             reports = []
@@ -536,12 +531,12 @@ class SFTRound:
             reference,
             groups=[],
             metrics=_metrics(data, reports, story),
-            demonstrations=sorted(data.examples.scores),
+            demonstrations=sorted(data.scores),
         )
         log.info(
             "event=warm_start_committed policy=%s@%d trajectories=%d rows=%d loss=%.4f general_before=%s "
             "general_after=%s",
-            self._alias, candidate.version, len(data.examples.scores), len(rows), reports[-1].loss, before, after,
+            self._alias, candidate.version, len(data.scores), len(rows), reports[-1].loss, before, after,
         )  # fmt: skip
         return candidate
 
@@ -576,13 +571,13 @@ def _report(
     rows: int,
 ) -> dict[str, Any]:
     return {
-        "trajectories": len(data.examples.scores),
-        "by_source": dict(data.examples.by_source),
-        "skipped": dict(data.examples.skipped),
+        "trajectories": len(data.scores),
+        "by_source": dict(data.by_source),
+        "skipped": dict(data.skipped),
         "rows": rows,
-        "general_rows": len(data.rows) - len(data.examples.rows),
-        "general_skipped": dict(data.general.skipped or {}),
-        "general_held_out": len(data.general.held_out),
+        "general_rows": data.general_rows,
+        "general_skipped": dict(data.general_skipped),
+        "general_held_out": len(data.held_out),
         "general_loss_before": before,
         "general_loss_after": after,
         "loss_by_epoch": [report.loss for report in reports],
@@ -592,13 +587,13 @@ def _report(
 
 def _metrics(data: SFTData, reports: Sequence[RoundReport], story: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of the round: those of its last epoch, with the sums over all epochs."""
-    scores = [score for score in data.examples.scores.values() if score is not None]
+    scores = [score for score in data.scores.values() if score is not None]
     return reports[-1].figures() | {
         "optimizer_steps": sum(report.optimizer_steps for report in reports),
         "tokens_trained": sum(report.tokens_trained for report in reports),
         "seconds": sum(report.seconds for report in reports),
         "groups": 0,
-        "trajectories": len(data.examples.scores),
+        "trajectories": len(data.scores),
         "reward": fmean(scores) if scores else 0.0,
         "untrained_tokens": {},
         WARM_START: dict(story),

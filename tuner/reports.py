@@ -17,6 +17,7 @@ import msgspec
 from ratchet.store.operation_records import Tuning
 from ratchet.store.records import Policy
 from ratchet.store.states import TuningState
+from ratchet.trainer.errors import TuningError
 from ratchet.trainer.statistics import Compared, ComparisonVerdict
 from ratchet.tuner.rollouts.prices import RolloutCost
 
@@ -59,7 +60,6 @@ def fingerprint(task_ids: Iterable[str]) -> str:
 
 
 def task_set(source: str, split: str, task_ids: Sequence[str]) -> TaskSetUsed:
-    """Return the description of the tasks for the report."""
     return TaskSetUsed(source=source, split=split, tasks=len(set(task_ids)), fingerprint=fingerprint(task_ids))
 
 
@@ -141,7 +141,8 @@ def report(
 ) -> TuningReport:
     """Return the report on these runs, given newest first; `live`: the live versions by alias.
 
-    `alias`, `tasks` (source or fingerprint) and `judge` (name or name:version) select the runs to compare.
+    `alias`, `tasks` (source or fingerprint) and `judge` (name or name:version) select the runs to compare. Raises
+    TuningError if no finished run matches them, but others exist.
     """
     finished: list[tuple[Tuning, TuningResult]] = []
     excluded = []
@@ -154,8 +155,11 @@ def report(
         else:
             finished.append((tuning, found))
     reference = next((one for _, one in finished if _matches(one, alias, tasks, judge)), None)
+    if finished and reference is None:
+        raise _no_match([one for _, one in finished], alias, tasks, judge)
     taken: dict[str, tuple[Tuning, TuningResult]] = {}
     for tuning, result in finished:
+        assert reference is not None
         why = _why_not(result, reference, tuning.kind in taken)
         if why is None:
             taken[tuning.kind] = (tuning, result)
@@ -170,19 +174,13 @@ def report(
     )
 
 
-def missing(
-    tunings: Sequence[Tuning], alias: str | None = None, tasks: str | None = None, judge: str | None = None
-) -> str | None:
-    """Return an error message if no finished run matches the selection but others exist; else None."""
-    found = [one for tuning in tunings if tuning.kind in METHODS and not isinstance(one := _finished(tuning), str)]
-    if not found or any(_matches(one, alias, tasks, judge) for one in found):
-        return None
+def _no_match(found: Sequence[TuningResult], alias: str | None, tasks: str | None, judge: str | None) -> TuningError:
     selection = {"model": alias, "tasks": tasks, "judged-by": judge}
     known = {"model": [one.alias for one in found], "tasks": [one.task_set.source for one in found],
              "judged-by": [one.judge for one in found]}  # fmt: skip
     wanted = " ".join(f"--{name} {value}" for name, value in selection.items() if value is not None)
     there = "; ".join(f"--{name} {', '.join(dict.fromkeys(values))}" for name, values in known.items())
-    return f"no finished run is of {wanted}; there are runs of {there}"
+    return TuningError(f"no finished run is of {wanted}; there are runs of {there}")
 
 
 def _finished(tuning: Tuning) -> TuningResult | str:
@@ -210,9 +208,7 @@ def _matches(result: TuningResult, alias: str | None, tasks: str | None, judge: 
     return same_tasks and same_judge and alias in (None, result.alias)
 
 
-def _why_not(result: TuningResult, reference: TuningResult | None, is_older: bool) -> str | None:
-    if reference is None:
-        return "it does not match the selection"
+def _why_not(result: TuningResult, reference: TuningResult, is_older: bool) -> str | None:
     if result.alias != reference.alias:
         return f"it tuned {result.alias}, not {reference.alias}"
     if result.task_set.fingerprint != reference.task_set.fingerprint:

@@ -57,9 +57,9 @@ from ratchet.trainer.statistics import (
 )
 from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.reports import TuningResult, plain, task_set
-from ratchet.tuner.rollouts.prices import Prices, RolloutCost
+from ratchet.tuner.rollouts.prices import Prices, RolloutCost, busy_seconds, rollout_cost, seconds_of
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, first_api_key, pending_jobs
-from ratchet.tuner.rollouts.scoring import RolloutScorer
+from ratchet.tuner.rollouts.scoring import RolloutScorer, RolloutTools
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
 
@@ -111,34 +111,26 @@ def marks_of(rollouts: Iterable[Rollout]) -> dict[str, tuple[Mark, ...]]:
     """Return the results of one candidate by task; an unfinished rollout is unjudged."""
     marks: defaultdict[str, list[Mark]] = defaultdict(list)
     for rollout in rollouts:
-        marks[rollout.task_id].append(_mark(rollout))
+        marks[rollout.task_id].append(mark_of(rollout))
     return {task: tuple(attempts) for task, attempts in marks.items()}
 
 
-def _mark(rollout: Rollout) -> Mark:
-    if rollout.state is RolloutState.FAILED:
+def mark_of(rollout: Rollout | None) -> Mark:
+    """Return the result of an attempt; one that is missing is unjudged."""
+    if rollout is not None and rollout.state is RolloutState.FAILED:
         return Missing.FAILED
-    return Missing.UNJUDGED if rollout.score is None else rollout.score
+    return Missing.UNJUDGED if rollout is None or rollout.score is None else rollout.score
 
 
 def figures_of(candidate: str, rollouts: Sequence[Rollout], prices: Prices) -> Figures:
     """Return cost and duration of one candidate's rollouts."""
     over = [one for one in rollouts if not one.planned]
     spent = sum((rollout_cost(one, prices) for one in over), RolloutCost())
-    seconds = sorted(_seconds(one) for one in over if one.state is RolloutState.ENDED)
+    seconds = sorted(seconds_of(one) for one in over if one.state is RolloutState.ENDED)
     return Figures(
         candidate=candidate, spent=spent, ended=len(seconds), seconds_p50=_quantile(seconds, 0.5),
         seconds_p95=_quantile(seconds, 0.95), commonest_failure=commonest(one.failure for one in over),
         commonest_judge_failure=commonest(one.judge_failure for one in over),
-    )  # fmt: skip
-
-
-def rollout_cost(rollout: Rollout, prices: Prices) -> RolloutCost:
-    """Return the cost of one rollout."""
-    money = prices.money(rollout.model or rollout.candidate, rollout.prompt_tokens, rollout.completion_tokens)
-    return RolloutCost(
-        rollouts=1, prompt_tokens=rollout.prompt_tokens, completion_tokens=rollout.completion_tokens,
-        seconds=_seconds(rollout), money=money,
     )  # fmt: skip
 
 
@@ -199,12 +191,6 @@ def _cheapest(figures: Sequence[Figures], close: Sequence[str], within: float) -
         return None, f"the price of {' and '.join(unknown)} is unknown: set it in model_list or tuner.prices"
     chosen = min(prices, key=lambda name: prices[name] or 0.0)
     return chosen, f"it costs least of those shown to be within {within:g} of the best: {', '.join(prices)}"
-
-
-def _seconds(rollout: Rollout) -> float:
-    if rollout.started_at is None or rollout.ended_at is None:
-        return 0.0
-    return max(0.0, rollout.ended_at - rollout.started_at)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float | None:
@@ -304,27 +290,24 @@ def jobs_of_task(
 class ModelSelector:
     """Runs or resumes one selection."""
 
-    store: Store
-    runner: RolloutRunner
-    scorer: RolloutScorer
-    prices: Prices
+    tools: RolloutTools
 
     async def run(
         self, request: Request, tasks: Sequence[Task], tuning: Tuning, on_end: Callable[[Rollout], object] | None = None
     ) -> Selection:
         """Run and judge what is missing, choose, and store the result."""
-        jobs = jobs_of(request, tasks)
-        await self.runner.run(pending_jobs(jobs, self.store.rollouts.of_tuning(tuning.id)), tuning.id, on_end)
+        store, jobs = self.tools.store, jobs_of(request, tasks)
+        await self.tools.runner.run(pending_jobs(jobs, store.rollouts.of_tuning(tuning.id)), tuning.id, on_end)
         began = time.monotonic()
-        self.scorer.score(_unscored(self.store.rollouts.of_tuning(tuning.id)))
+        self.tools.scorer.score(_unscored(store.rollouts.of_tuning(tuning.id)))
         judging = time.monotonic() - began
-        made = self.store.rollouts.of_tuning(tuning.id)
+        made = store.rollouts.of_tuning(tuning.id)
         found = select(
-            final_rollouts(made, jobs), request.candidates, self.prices, policy=request.policy,
+            final_rollouts(made, jobs), request.candidates, self.tools.prices, policy=request.policy,
             within=request.within, score_range=request.score_range, failure_score=request.failure_score,
         )  # fmt: skip
         result = self._result(request, tasks, found, made, judging)
-        self.store.tunings.end(tuning.id, "done", plain(result))
+        store.tunings.end(tuning.id, "done", plain(result))
         return found
 
     def _result(
@@ -334,8 +317,6 @@ class ModelSelector:
         best = found.chosen or found.ranking.scores[0].candidate
         if request.kind == "eval" and len(request.candidates) == 2:
             best = request.candidates[1]
-        over = (one for one in made if not one.planned)
-        spent = sum((rollout_cost(one, self.prices) for one in over), self.scorer.spent)
         notes = [f"{found.chosen or 'none'} was chosen ({found.policy}): {found.reason}"]
         if best != baseline:
             notes.append("the gain is measured on the tasks of the choice")
@@ -343,19 +324,10 @@ class ModelSelector:
             method=request.kind, technique=f"paired comparison of {len(request.candidates)} models",
             alias=request.alias, task_set=task_set(request.tasks, request.split, [task.id for task in tasks]),
             judge=request.judge, workflow=request.workflow, attempts=request.attempts, baseline=baseline,
-            best=found.chosen, gain=found.ranking.pair(best, baseline) if best != baseline else None, spent=spent,
-            wall_seconds=busy_seconds(made) + judging, notes=tuple(notes), details=_details(found),
+            best=found.chosen, gain=found.ranking.pair(best, baseline) if best != baseline else None,
+            spent=self.tools.spent(made), wall_seconds=busy_seconds(made) + judging, notes=tuple(notes),
+            details=msgspec.to_builtins(found),
         )  # fmt: skip
-
-
-def busy_seconds(rollouts: Iterable[Rollout]) -> float:
-    """Return the seconds during which at least one rollout ran."""
-    total = over = 0.0
-    spans = sorted((one.started_at, one.ended_at) for one in rollouts if one.started_at and one.ended_at)
-    for began, ended in spans:
-        total += max(0.0, ended - max(began, over))
-        over = max(over, ended)
-    return total
 
 
 def _unscored(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -367,11 +339,6 @@ def _unscored(rollouts: Sequence[Rollout]) -> list[Rollout]:
     tasks = {one.task_id for one in over if one.score is None}
     others = (RolloutState.FAILED, RolloutState.ABANDONED)
     return [one for one in over if one.task_id in tasks] + [one for one in rollouts if one.state in others]
-
-
-def _details(found: Selection) -> Mapping[str, object]:
-    content: dict[str, object] = msgspec.to_builtins(found)
-    return content
 
 
 _NEWEST = 50  # newest runs searched for one to resume
@@ -393,7 +360,8 @@ class WorkflowEvaluator:
 
     def __post_init__(self) -> None:
         self._workflow = load_workflow(self.settings.workflow or "")
-        self._tasks = _tasks(self.settings)
+        tasks = TaskSet.open(self.settings.tasks or "").rows(self.settings.split, self.settings.evaluation_prompts)
+        self._tasks = list(tasks)
         self._scorer = RolloutScorer(self.store, self.judge)
 
     def close(self) -> None:
@@ -405,16 +373,11 @@ class WorkflowEvaluator:
         """Return the paired comparison. Raises TuningError if nothing could be measured."""
         request = self._request(candidate, live)
         run = self._run_of(request)
+        tuner = TunerSettings(concurrency=self.settings.evaluation_concurrency)
         runner = RolloutRunner(
-            self.store,
-            self._proxy_url(),
-            first_api_key(),
-            self._workflow,
-            self._tuner(),
-            alias=self.alias,
-            check=check,
+            self.store, self._proxy_url(), first_api_key(), self._workflow, tuner, alias=self.alias, check=check
         )
-        selector = ModelSelector(self.store, runner, self._scorer, Prices({}))
+        selector = ModelSelector(RolloutTools(store=self.store, runner=runner, scorer=self._scorer))
         try:
             found = asyncio.run(selector.run(request, self._tasks, run))
         except TuningError as error:
@@ -453,9 +416,6 @@ class WorkflowEvaluator:
             raise TuningError(f"no proxy serves {self.alias}: the workflow has no endpoint; start `ratchet proxy`")
         return max(instances, key=lambda instance: instance.heartbeat_at).url
 
-    def _tuner(self) -> TunerSettings:
-        return TunerSettings(concurrency=self.settings.evaluation_concurrency)
-
     def _check_measured(self, request: Request, made: Sequence[Rollout]) -> None:
         for name in request.candidates:
             own = [one for one in made if one.candidate == name]
@@ -481,7 +441,3 @@ def _evaluation(pair: Compared) -> PairedEvaluation | None:
     return PairedEvaluation(
         pair.tasks, pair.unjudged, pair.mean, pair.against_mean, pair.difference, pair.low, pair.high, what="tasks"
     )
-
-
-def _tasks(settings: ReleaseSettings) -> list[Task]:
-    return list(TaskSet.open(settings.tasks or "").rows(settings.split, settings.evaluation_prompts))

@@ -103,7 +103,6 @@ class ImportedTasks:
             raise TaskSetNotFound(f"{error}; imported sets: {names or 'none'}") from error
 
     def folder_of(self, name: str) -> Path | None:
-        """Return the folder of an imported set, or None."""
         if not _NAME.fullmatch(name):
             return None
         self._recover(name)

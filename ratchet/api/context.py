@@ -24,7 +24,7 @@ from ratchet.settings.setting_errors import listed
 from ratchet.store.coordination import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import StoreError
 from ratchet.store.operation_records import Tuning
-from ratchet.store.store import Store, open_store
+from ratchet.store.store import open_store
 from ratchet.supervisor.up import attach_or_start, read_run_state
 from ratchet.trainer.judges.judgement import Judge
 from ratchet.trainer.judges.kinds.function import FunctionJudge
@@ -33,9 +33,9 @@ from ratchet.trainer.observability.progress import Progress, watch_for_command
 from ratchet.trainer.statistics import check_scipy
 from ratchet.trainer.tasks import TaskSet
 from ratchet.trainer.user_code import ModelServer
-from ratchet.tuner.rollouts.prices import Prices, prices_of
+from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import RolloutRunner, first_api_key
-from ratchet.tuner.rollouts.scoring import RolloutScorer
+from ratchet.tuner.rollouts.scoring import RolloutScorer, RolloutTools
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
 from ratchet.tuner.tasks import ImportedTasks
@@ -109,19 +109,14 @@ def check_usable(settings: Settings, caller: RunCaller, split: str | None = None
             next(iter(tasks.rows(split, 1)), None)
 
 
-@dataclass(frozen=True)
-class TuningContext:
+@dataclass(frozen=True, kw_only=True)
+class TuningContext(RolloutTools):
     """Components that run and judge rollouts, open while a run goes on."""
 
     settings: Settings
     tuner: TunerSettings
-    store: Store
     proxy_url: str
     api_key: str | None
-    runner: RolloutRunner
-    scorer: RolloutScorer
-    prices: Prices
-    progress: Progress
     lease: RunLease
     workflow: str  # its name
 

@@ -284,8 +284,7 @@ def compare(settings: Settings, given: ComparisonOptions, caller: RunCaller = CO
             tasks = list(context.task_set_of(settings, request.tasks).rows(request.split, request.limit))
             rollouts = len(tasks) * request.attempts * len(request.candidates)
             print_note(f"{run.id}: {rollouts} rollouts, {len(tasks)} tasks for each of {', '.join(request.candidates)}")
-            selector = ModelSelector(opened.store, opened.runner, opened.scorer, opened.prices)
-            return request, asyncio.run(selector.run(request, tasks, run))
+            return request, asyncio.run(ModelSelector(opened).run(request, tasks, run))
 
 
 def _start(opened: context.TuningContext, given: ComparisonOptions) -> tuple[Request, Tuning]:

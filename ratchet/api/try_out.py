@@ -39,7 +39,14 @@ from ratchet.trainer.user_code import Judgement, ModelServer
 from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import NO_KEY, ROLLOUTS, RolloutJob, describe_error, plan_rollout
 from ratchet.tuner.rollouts.scoring import NO_JUDGE, SCORES
-from ratchet.tuner.rollouts.workflow import FunctionWorkflow, Workflow, WorkflowOutput, load_workflow, plain
+from ratchet.tuner.rollouts.workflow import (
+    FunctionWorkflow,
+    Workflow,
+    WorkflowInput,
+    WorkflowOutput,
+    load_workflow,
+    plain,
+)
 from ratchet.tuner.selection import Selection, commonest, jobs_of_task, select
 from ratchet.tuner.settings import TunerSettings
 from ratchet.tuner.weights.trajectory_groups import ScoredTrajectory, TrajectoryGroup, check_groups
@@ -95,9 +102,7 @@ async def try_out_async(
     try:
         name = model or await served_model(agent, base_url, key)
         started_at = time.perf_counter()
-        output = await _run(
-            agent, row, base_url=base_url, api_key=key, model=name, system_prompt=system_prompt, seed=seed
-        )
+        output = await _run(agent, WorkflowInput(row, base_url, key, name, system_prompt, seed))
         seconds = time.perf_counter() - started_at
         judgement = _reward(output) if made is None else await asyncio.to_thread(_judge, made, row, output, ())
     finally:
@@ -185,9 +190,9 @@ async def served_model(workflow: Workflow, base_url: str, api_key: str) -> str:
     return agents[0]
 
 
-async def _run(workflow: Workflow, row: dict[str, Any], **given: Any) -> WorkflowOutput:
+async def _run(workflow: Workflow, given: WorkflowInput) -> WorkflowOutput:
     try:
-        return await workflow.run(row, **given)
+        return await workflow.run(given)
     except WorkflowFailed as error:
         raise WorkflowFailed(f"workflow {workflow.name}: {error}") from error
     except Exception as error:  # the agent's own code
@@ -382,10 +387,8 @@ class _DirectRun:
             began = time.time()
             try:
                 async with asyncio.timeout(self.tuner.timeout_seconds):
-                    output = await self.workflow.run(
-                        job.task.row, base_url=self.server.base_url, api_key=self.server.api_key or NO_KEY,
-                        model=job.candidate, seed=job.scenario["seed"],
-                    )  # fmt: skip
+                    url, key, seed = self.server.base_url, self.server.api_key or NO_KEY, job.scenario["seed"]
+                    output = await self.workflow.run(WorkflowInput(job.task.row, url, key, job.candidate, seed=seed))
             except Exception as error:  # noqa: BLE001  any exception of the agent is a failed rollout
                 values = {"state": RolloutState.FAILED, "failure": describe_error(error)}
         if output is not None:

@@ -42,7 +42,6 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks import TEST, TRAIN
 from ratchet.tuner.reports import TuningResult
 from ratchet.tuner.reports import plain as plain_result
-from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.tasks import parse_families
 from ratchet.tuner.weights.weight_tuning import WeightsPlan, WeightsTuning, config_of, plan_of
@@ -205,24 +204,18 @@ def tune_weights(
 
 def _run(opened: context.TuningContext, run: Tuning, check: Callable[[], None], caller: RunCaller) -> TuningResult:
     plan, settings = plan_of(run), opened.settings
-    trainer = settings.trainer
-    evaluator = opened.runner
-    if plan.eval_workflow is not None:
-        evaluator = RolloutRunner(
-            opened.store, opened.proxy_url, opened.api_key, load_workflow(plan.eval_workflow), opened.tuner,
-            alias=settings.model, progress=opened.progress, check=opened.lease.check,
-            keep_stdout=not caller.in_python,
-        )  # fmt: skip
     families = parse_families(plan.families, partial(context.task_set_of, settings))
     by_family = {name: load_workflow(caller.families.get(name, one)) for name, one in plan.family_workflows.items()}
+    runner = evaluator = replace(opened.runner, families=by_family)
+    if plan.eval_workflow is not None:
+        evaluator = replace(runner, workflow=load_workflow(plan.eval_workflow))
 
     def watch() -> None:
         check()
         opened.lease.check()
 
     made = WeightsTuning(
-        opened.store, run, families, trainer, opened.runner.with_families(by_family), opened.scorer,
-        evaluator=evaluator.with_families(by_family), prices=opened.prices, progress=opened.progress,
+        replace(opened, runner=runner), run, families, settings.trainer, evaluator=evaluator,
         failure_score=opened.tuner.failure_score, watch=watch, report=print_line,
     )  # fmt: skip
     result = asyncio.run(made.run())

@@ -16,12 +16,12 @@ from ratchet.output import print_note
 from ratchet.settings.project_settings import Settings
 from ratchet.settings.setting_errors import listed
 from ratchet.store.operation_records import Tuning
-from ratchet.trainer.judges.language_model import key_of_model
-from ratchet.tuner.prompts.prompt_tuning import PromptRunContext, check, config_of
+from ratchet.trainer.judges.language_model import LanguageModel, key_of_model
+from ratchet.tuner.prompts.prompt_tuning import check, config_of
 from ratchet.tuner.prompts.prompt_tuning import run as run_tuning
 from ratchet.tuner.reports import TuningResult
 from ratchet.tuner.selection import known_models
-from ratchet.tuner.settings import PromptSettings, TunerSettings
+from ratchet.tuner.settings import PromptSettings
 
 SETTINGS: Final = {**arguments.SETTINGS, **{name: f"tuner.prompt.{name}" for name in PromptSettings.model_fields}}
 
@@ -81,10 +81,7 @@ async def tune_prompt_async(
         raise InvalidArgument(f"resume={resume!r} uses the options of that run: leave out {', '.join(wrong)}")
 
     def work(caller: RunCaller) -> None:
-        if resume is not None:
-            resume_run(given.settings, resume, caller)
-        else:
-            start_run(given.settings, seed_prompt, caller, model=model)
+        run_prompt_tuning(given.settings, seed_prompt, caller, model=model, resume=resume)
 
     return await start(given, "prompt", resume, work)
 
@@ -106,51 +103,52 @@ def reflection_setting(url: str | None, model: str | None) -> dict[str, Any]:
     return {} if model is None else {"tuner.reflection": {**address, "model": model}}
 
 
-def start_run(
-    settings: Settings, seed_prompt: str | None, caller: RunCaller = COMMAND, *, model: str | None = None
+def run_prompt_tuning(
+    settings: Settings,
+    seed_prompt: str | None = None,
+    caller: RunCaller = COMMAND,
+    *,
+    model: str | None = None,
+    resume: str | None = None,
 ) -> tuple[str, TuningResult]:
-    """Start a run and complete it, with services for it if none run; return its id and its result.
+    """Start or resume a run and complete it, with services for it if none run; return its id and its result.
 
-    `model`: a name in `model_list`, whose prompt is searched in place of the agent's.
+    model   a name in `model_list`, whose prompt is searched in place of the agent's
+    resume  a run of any agent of the project, with its request; only proxy, store and concurrency may change
 
     Raises TuningError, SettingsError, InvalidArgument, and what `run_services` does.
     """
+    stored = None
+    if resume is not None:
+        stored = context.stored_run(settings, resume, "prompt")
+        settings, model = _with_request(settings, stored), stored.config.get("listed_model")
     # Without retries: every rollout counts against the budget.
     settings = settings.changed(tuner={"max_retries": 0, "max_failures": None})
-    tuner = settings.tuner
-    name = model or settings.model
-    _reflection_key(tuner)  # a missing one is an error before the run begins
+    tuner, name = settings.tuner, model or settings.model
+    key = None if tuner.reflection is None else key_of_model(tuner.reflection, os.environ)
 
     def check_usable() -> None:
         context.check_usable(settings, caller)
         check(tuner, context.task_set_of(settings))
 
     with context.run_services(settings, caller, (name,), check_usable), context.opened(settings, caller) as opened:
-        check(tuner, context.task_set_of(settings))
+        spec = check(tuner, context.task_set_of(settings))
         served = known_models(opened.proxy_url, opened.api_key)
         if model is not None and model not in served:
             raise InvalidArgument(f"{model} is in model_list, but the running proxy does not serve it: restart it")
-        used = tuner.model_copy(update={"workflow": opened.workflow})
-        config = config_of(used, settings.given_in("trainer").get("judge"), seed_prompt)
-        config["judge_name"], config["listed_model"] = opened.scorer.name, model
-        return _complete(opened, opened.store.tunings.begin("prompt", name, config).id)
-
-
-def resume_run(settings: Settings, name: str, caller: RunCaller = COMMAND) -> tuple[str, TuningResult]:
-    """Resume a run of any agent of the project with its request; only proxy, store and concurrency may change."""
-    run = context.stored_run(settings, name, "prompt")
-    if settings.agents and not run.config.get("listed_model"):
-        settings = settings.for_agent(run.alias)
-    settings = _with_request(settings, run)
-    _reflection_key(settings.tuner)
-    with (
-        context.run_services(settings, caller, (run.alias,), lambda: context.check_usable(settings, caller)),
-        context.opened(settings, caller) as opened,
-    ):
-        known_models(opened.proxy_url, opened.api_key)
-        used = {"workflow": (run.config["tuner"]["workflow"], opened.workflow)}
-        context.check_same(run, used | {"judge": (run.config.get("judge_name"), opened.scorer.name)}, "run")
-        return _complete(opened, name, resume=True)
+        if stored is None:
+            used = tuner.model_copy(update={"workflow": opened.workflow})
+            config = config_of(used, settings.given_in("trainer").get("judge"), seed_prompt)
+            config |= {"judge_name": opened.scorer.name, "listed_model": model}
+            run = opened.store.tunings.begin("prompt", name, config)
+        else:
+            run, then = stored, stored.config
+            same = {"workflow": (then["tuner"]["workflow"], opened.workflow)}
+            context.check_same(run, same | {"judge": (then.get("judge_name"), opened.scorer.name)}, "run")
+        with opened.lease.acquire(run.id, resume=resume is not None) as run:
+            print_note(f"{run.id}: `{opened.lease.resumption(run)}` resumes it after an interruption")
+            tasks = context.task_set_of(settings)
+            return run.id, run_tuning(run, opened, tasks, LanguageModel(spec, key), print_note)
 
 
 def check_resumption(name: str, given: Mapping[str, Any]) -> None:
@@ -161,26 +159,11 @@ def check_resumption(name: str, given: Mapping[str, Any]) -> None:
         raise InvalidArgument(f"--resume uses the options of run {name}: leave out {names}")
 
 
-def _reflection_key(settings: TunerSettings) -> str | None:
-    """Return the API key of the reflection model. Raises JudgeError if its variable is not set."""
-    return None if settings.reflection is None else key_of_model(settings.reflection, os.environ)
-
-
 def _with_request(settings: Settings, run: Tuning) -> Settings:
     """Return the settings overridden by the request of a run."""
+    if settings.agents and not run.config.get("listed_model"):
+        settings = settings.for_agent(run.alias)
     now = settings.tuner
     tuner = dict(run.config["tuner"]) | {"proxy_url": now.proxy_url, "concurrency": now.concurrency}
     alias = settings.model if run.config.get("listed_model") else run.alias
     return settings.changed(tuner=tuner, trainer={"judge": run.config["judge"]}, model=alias)
-
-
-def _complete(opened: context.TuningContext, name: str, *, resume: bool = False) -> tuple[str, TuningResult]:
-    """Complete a run, or store why it ended."""
-    with opened.lease.acquire(name, resume=resume) as run:
-        print_note(f"{run.id}: `{opened.lease.resumption(run)}` resumes it after an interruption")
-        run_context = PromptRunContext(
-            store=opened.store, tasks=context.task_set_of(opened.settings), runner=opened.runner,
-            scorer=opened.scorer, reflection_key=_reflection_key(opened.tuner), prices=opened.prices,
-            progress=opened.progress, report=print_note,
-        )  # fmt: skip
-        return run.id, run_tuning(run, run_context)

@@ -25,6 +25,7 @@ from ratchet.store.reasons import DropReason
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.tasks import Task, checked, content_id
 from ratchet.tuner.rollouts import diagnosis
+from ratchet.tuner.rollouts.prices import seconds_of
 from ratchet.tuner.rollouts.runner import RolloutJob
 from ratchet.tuner.tasks import ImportedTasks
 
@@ -116,7 +117,7 @@ def _reasons(
 ) -> list[Reason]:
     trainer = settings.trainer
     roles = Roles(trainer.roles, trainer.role_patterns)
-    max_seconds = max((_seconds(one) for one in rollouts), default=0.0)
+    max_seconds = max((seconds_of(one) for one in rollouts), default=0.0)
     with context.judge_of(settings) as judge:
         return [
             *diagnosis.rollout_problems(rollouts),
@@ -127,17 +128,13 @@ def _reasons(
         ]
 
 
-def _seconds(rollout: Rollout) -> float:
-    return (rollout.ended_at or 0.0) - (rollout.started_at or 0.0)
-
-
 def _seen(rollouts: list[Rollout], transcripts: list[Transcript], blind: bool) -> dict[str, str]:
     """Describe what each step observed, without steps that had no data (`blind`: no token)."""
     calls = [call for one in transcripts for call in one.calls]
     tokens = sum(call.completion_tokens for call in calls)
     scores = sorted(one.score for one in rollouts if one.score is not None)
     known = {
-        "rollouts": f"{len(rollouts)} attempts ended, the slowest in {max(map(_seconds, rollouts)):.1f} s",
+        "rollouts": f"{len(rollouts)} attempts ended, the slowest in {max(map(seconds_of, rollouts)):.1f} s",
         "calls": f"{len(calls)} calls in {len(transcripts)} trajectories, all attributed to the task",
         "tokens": f"{tokens} sampled tokens, with ids and logprobs",
         "attempts": "they differ" if len(rollouts) > 1 else "one attempt cannot differ; use --attempts 4",

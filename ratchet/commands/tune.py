@@ -196,7 +196,7 @@ def prompt(
     if resume is not None:
         tune_prompt.check_resumption(resume, given)
         settings = options.read_project_settings(context)
-        run, found = tune_prompt.resume_run(settings, resume)
+        run, found = tune_prompt.run_prompt_tuning(settings, resume=resume)
     else:
         more = tune_prompt.reflection_setting(given["reflection_url"], given["reflection_model"])
         model, file = given["model"], given["seed_prompt"]
@@ -205,7 +205,8 @@ def prompt(
             settings, model = options.read_agent_settings(context, more | {"model": model}), None
         elif promote:
             raise click.UsageError(f"--promote: {model} is a model of model_list and has no versions; use --out FILE")
-        run, found = tune_prompt.start_run(settings, None if file is None else file.read_text(), model=model)
+        text = None if file is None else file.read_text()
+        run, found = tune_prompt.run_prompt_tuning(settings, text, model=model)
     better, version = found.details["verdict"] == "better", None
     if promote and better:
         with options.open_store_for_command(settings.store_url) as store:
@@ -340,13 +341,9 @@ def report(
     import msgspec
 
     from ratchet.api import reports
-    from ratchet.trainer.errors import TuningError
-    from ratchet.tuner.reports import missing
     from ratchet.tuner.reports import report as made
 
     newest = store.tunings.page(limit=_MAX_RUNS)
-    if reason := missing(newest, model, tasks, judged_by):
-        raise TuningError(reason)
     found = made(newest, live=store.policies.live(), alias=model, tasks=tasks, judge=judged_by)
 
     def printed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import pytest
 import sqlalchemy as sa
@@ -12,9 +11,8 @@ from ratchet.store.errors import RecordDamaged
 from ratchet.store.records import Transcript
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.advantages import AdvantageEstimator
-from ratchet.trainer.judges.judge_runner import Rejudger
-from ratchet.trainer.judges.judgement import GroupJudgement
+from ratchet.trainer.judges.judge_runner import JudgeRunner
+from ratchet.trainer.judges.judgement import GroupJudgement, NamedJudge
 from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.release.evaluation import compare_pairs
 from ratchet.trainer.release.invariants import newest_prompts
@@ -172,16 +170,18 @@ def test_a_judge_that_meets_damage_while_it_judges_again_is_tried_again_later(st
     say(store, names[0], 1.0)
     submitted = list[str]()
 
-    def submit(group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
-        submitted.extend(member.trajectory.id for member in members)
-        judgement: Future[GroupJudgement] = Future()
-        judgement.set_exception(RecordDamaged("an earlier call"))
-        return judgement
+    class MeetsDamage(NamedJudge):
+        name, version = "reads earlier calls", "1"
 
-    rejudger = Rejudger(store, "agent", submit, AdvantageEstimator(), attempts=3, retry_seconds=60.0)
+        def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
+            submitted.extend(member.trajectory.id for member in members)
+            raise RecordDamaged("an earlier call")
+
+    runner = JudgeRunner(store, MeetsDamage(), attempts=3, retry_seconds=60.0)
     for now in (1000.0, 1030.0, 1061.0):
-        rejudger.submit_late_feedback(now)
-        assert rejudger.collect_results(now, 1.0) == 0
+        runner.judge_again("agent", now)
+        assert runner.collect_results(now, 60.0) == 0
+    runner.close()
     assert submitted == names * 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from ratchet.store.reasons import DropReason
 from ratchet.store.records import Feedback, Transcript
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.advantages import AdvantageEstimator
 from ratchet.trainer.collect.collector import FeedbackWait, feedback_wait_of
-from ratchet.trainer.judges.judge_runner import Rejudger
-from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement
+from ratchet.trainer.judges.judge_runner import JudgeRunner
+from ratchet.trainer.judges.judgement import DraftVerdict, GroupJudgement, NamedJudge
 from ratchet.trainer.judges.kinds.given_scores import FeedbackJudge, votes_of
 from ratchet.trainer.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import FeedbackSpec, read_spec
@@ -295,18 +293,20 @@ def test_late_feedback_waits_for_a_judge_that_is_away_however_long(store: Store)
     say(store, names[0], 1.0)
     away = [True]
 
-    def submit(group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
-        opinion = DraftVerdict.failed("away") if away[0] else DraftVerdict.of(0.25)
-        verdicts = [opinion.verdict(one, group_id, judge="j", version="1", judged_at=1.0) for one in members]
-        judgement: Future[GroupJudgement] = Future()
-        judgement.set_result(GroupJudgement(tuple(verdicts), unavailable="away" if away[0] else None))
-        return judgement
+    class Absent(NamedJudge):
+        name, version = "absent", "1"
 
-    rejudger = Rejudger(store, "agent", submit, AdvantageEstimator(), attempts=1, retry_seconds=60.0)
+        def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
+            opinion = DraftVerdict.failed("away") if away[0] else DraftVerdict.of(0.25)
+            verdicts = tuple(self.record(opinion, group_id, one) for one in members)
+            return GroupJudgement(verdicts, unavailable="away" if away[0] else None)
+
+    runner = JudgeRunner(store, Absent(), attempts=1, retry_seconds=60.0)
     for now, changed in ((1000.0, 0), (1061.0, 0), (1122.0, 1)):
         away[0] = not changed
-        rejudger.submit_late_feedback(now)
-        assert rejudger.collect_results(now, 1.0) == changed
+        runner.judge_again("agent", now)
+        assert runner.collect_results(now, 60.0) == changed
+    runner.close()
     assert store.groups.verdicts(names)[names[0]].score == 0.25
 
 

@@ -6,7 +6,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -131,8 +131,8 @@ def eventually(holds: Callable[[], bool], seconds: float = 120.0) -> bool:
     return True
 
 
-def scores(*values: float) -> Mapping[str, float]:
-    return {f"t{place}": value for place, value in enumerate(values)}
+def scores(*values: float) -> tuple[float, ...]:
+    return values
 
 
 def test_agreement_is_counted_in_pairs_and_small_samples_raise_nothing() -> None:
@@ -149,9 +149,7 @@ def test_a_noisy_judge_agrees() -> None:
     judgements = []
     for number in range(100):
         first = scores(*(noise.random() for _ in range(4)))
-        judgements.append(
-            PairedJudgements(f"g{number}", first, {name: one + noise.gauss(0, 0.2) for name, one in first.items()})
-        )
+        judgements.append(PairedJudgements(f"g{number}", first, [one + noise.gauss(0, 0.2) for one in first]))
     (found,) = agreement(judgements, "second")
     assert found.value > 0.4
     assert found.reason is None

@@ -21,7 +21,7 @@ from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.trainer_settings import WarmStartSettings
 from ratchet.trainer.tasks import is_held_out
-from ratchet.trainer.warm_start import COLLECTED, SFTDataCollector, SFTRows, mix_rows, warm_start_metrics
+from ratchet.trainer.warm_start import COLLECTED, SFTData, SFTDataCollector, mix_rows, warm_start_metrics
 from tests.harness.records import QUESTION, call_start, end_rollout, ended, tool_call
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
@@ -48,7 +48,7 @@ def general_file(folder: Path, count: int = 12) -> Path:
     return folder / "chat.jsonl"
 
 
-def search(store: Store, tuning_id: str = "", **given: Any) -> SFTRows:
+def search(store: Store, tuning_id: str = "", **given: Any) -> SFTData:
     judge = make_judge(FunctionSpec(kind="function", function="tests.harness.trainer.judge_samples:scripted"), {})
     chat = ChatRows(build_tokenizer())
     own = {name: given.pop(name) for name in ("held_out", "relative") if name in given}

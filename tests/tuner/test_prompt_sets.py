@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet.trainer.errors import BudgetExceeded, TaskSetError
+from ratchet.trainer.tasks import Task
 from ratchet.tuner.prompts.prompt_tuning import divide
 from ratchet.tuner.prompts.trials import Budget
 from ratchet.tuner.settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS, PromptSettings
 
 
-@dataclass(frozen=True)
-class Named:
-    id: str
-
-
-def named(*ids: int) -> list[Named]:
-    return [Named(f"{one:016x}") for one in ids]
+def named(*ids: int) -> list[Task]:
+    return [Task(f"{one:016x}", {}, "train", one) for one in ids]
 
 
 ids = st.lists(st.integers(0, 60), max_size=60)

@@ -27,7 +27,7 @@ from ratchet.tuner.rollouts.runner import (
     pending_jobs,
     plan_rollout,
 )
-from ratchet.tuner.rollouts.workflow import WorkflowOutput
+from ratchet.tuner.rollouts.workflow import WorkflowInput, WorkflowOutput
 from ratchet.tuner.settings import TunerSettings
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.tuner.conftest import jobs_of
@@ -135,7 +135,7 @@ class Flaky:
         self.running = 0
         self.most = 0
 
-    async def run(self, task: Any, **given: Any) -> WorkflowOutput:
+    async def run(self, given: WorkflowInput) -> WorkflowOutput:
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(self._seconds)
@@ -248,7 +248,7 @@ def test_an_agent_that_cancels_itself_has_failed_and_stops_nobody(
     class CancelsItself:
         name = "cancels"
 
-        async def run(self, task: Any, **given: Any) -> WorkflowOutput:
+        async def run(self, given: WorkflowInput) -> WorkflowOutput:
             raise asyncio.CancelledError
 
     rollouts = run(RolloutRunner(store, "http://x", None, CancelsItself(), TunerSettings()), jobs_of(tasks), tuning)

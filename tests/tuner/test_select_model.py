@@ -19,7 +19,7 @@ from ratchet.trainer.tasks import Task, TaskSet
 from ratchet.tuner.reports import read
 from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import RolloutRunner
-from ratchet.tuner.rollouts.scoring import RolloutScorer
+from ratchet.tuner.rollouts.scoring import RolloutScorer, RolloutTools
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.selection import (
     ModelSelector,
@@ -54,12 +54,9 @@ class SelectionSetup:
         settings = TunerSettings(concurrency=changes.pop("concurrency", 8))
         made = FunctionJudge(f"tests.harness.tuner.judges:{judge}")
         workflow = load_workflow("tests.harness.tuner.workflows:ask")
-        selector = ModelSelector(
-            self.store,
-            RolloutRunner(self.store, self.proxy.url, None, workflow, settings, alias="agent"),
-            RolloutScorer(self.store, made),
-            prices_of(self.listed),
-        )
+        runner = RolloutRunner(self.store, self.proxy.url, None, workflow, settings, alias="agent")
+        scorer, prices = RolloutScorer(self.store, made), prices_of(self.listed)
+        selector = ModelSelector(RolloutTools(store=self.store, runner=runner, scorer=scorer, prices=prices))
         request = Request(
             alias="agent", candidates=candidates, tasks="sums", split="test", workflow="ask", judge=made.name, **changes
         )  # fmt: skip
@@ -154,7 +151,8 @@ async def test_what_ended_is_not_run_again(bench: SelectionSetup) -> None:
     some = jobs_of(request, bench.tasks[:6])[:7]
     await runner.run(some, tuning.id)
     assert len(bench.models.requests) == 7
-    await ModelSelector(bench.store, runner, scorer, prices_of([])).run(request, bench.tasks[:6], tuning)
+    tools = RolloutTools(store=bench.store, runner=runner, scorer=scorer)
+    await ModelSelector(tools).run(request, bench.tasks[:6], tuning)
     assert len(bench.models.requests) == 12
     rollouts = bench.store.rollouts.of_tuning(tuning.id)
     assert all(one.state is RolloutState.ENDED and one.score is not None for one in rollouts)

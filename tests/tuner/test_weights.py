@@ -25,7 +25,7 @@ from ratchet.trainer.statistics import ComparisonVerdict
 from ratchet.tuner.reports import plain as plain_result
 from ratchet.tuner.reports import read, report
 from ratchet.tuner.rollouts.runner import RolloutRunner
-from ratchet.tuner.rollouts.scoring import RolloutScorer
+from ratchet.tuner.rollouts.scoring import RolloutScorer, RolloutTools
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings import TunerSettings
 from ratchet.tuner.tasks import parse_families
@@ -119,7 +119,8 @@ class Stand:
             judge="tests.harness.tuner.scripted_versions:judge",
         )  # fmt: skip
         families = parse_families(tuning.config["families"])
-        made = WeightsTuning(self.store, tuning, families, settings, runner, scorer, watch=self.trainer.turn)
+        tools = RolloutTools(store=self.store, runner=runner, scorer=scorer)
+        made = WeightsTuning(tools, tuning, families, settings, watch=self.trainer.turn)
         return asyncio.run(made.run())
 
 

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from ratchet.trainer.errors import WorkflowError, WorkflowFailed
-from ratchet.tuner.rollouts.workflow import WorkflowOutput, load_workflow, outcome_of
+from ratchet.tuner.rollouts.workflow import WorkflowInput, WorkflowOutput, load_workflow, outcome_of
 from tests.harness.proxy.servers import eventually
 
 HERE = "tests.harness.tuner.workflows"
 TASK = {"question": "2 + 2?", "answer": "4"}
+GIVEN = WorkflowInput(TASK, "", "", "")
 
 
 def run(spec: str, task: dict[str, Any] = TASK, **given: Any) -> WorkflowOutput:
-    values = {"base_url": "http://x/t/roll_1/v1", "api_key": "key", "model": "agent", "system_prompt": None}
-    return asyncio.run(load_workflow(spec).run(task, **(values | given)))
+    return asyncio.run(load_workflow(spec).run(WorkflowInput(task, "http://x/t/roll_1/v1", "key", "agent", **given)))
 
 
 def test_a_function_gets_the_parameters_that_it_names() -> None:
@@ -65,7 +65,7 @@ def test_an_unusable_workflow_is_reported_when_it_is_loaded(spec: str, message: 
 
 def test_a_class_is_made_once_for_all_rollouts_and_a_dotted_name_leads_into_it() -> None:
     workflow = load_workflow(f"{HERE}:Counting")
-    runs = [workflow.run(TASK, base_url="u", api_key="k", model="m") for _ in range(2)]
+    runs = [workflow.run(GIVEN) for _ in range(2)]
     assert [asyncio.run(one).response for one in runs] == [1, 2]
     assert run(f"{HERE}:Counting.fixed").response == "4"
 
@@ -87,8 +87,7 @@ def test_functions_that_are_not_async_run_beside_each_other() -> None:
     workflow = load_workflow(f"{HERE}:waits_for_four_others")
 
     async def five() -> list[WorkflowOutput]:
-        given: dict[str, Any] = {"base_url": "", "api_key": "", "model": ""}
-        return await asyncio.gather(*(workflow.run(TASK, **given) for _ in range(5)))
+        return await asyncio.gather(*(workflow.run(GIVEN) for _ in range(5)))
 
     assert [outcome.response for outcome in asyncio.run(five())] == ["workflow"] * 5
 
@@ -106,7 +105,7 @@ def test_an_agent_that_raises_what_ctrl_c_raises_has_failed_and_stops_nobody() -
 def test_a_thread_that_hangs_holds_nobody_up() -> None:
     async def impatient() -> None:
         async with asyncio.timeout(0.1):
-            await load_workflow(f"{HERE}:hangs_in_a_thread").run(TASK, base_url="", api_key="", model="")
+            await load_workflow(f"{HERE}:hangs_in_a_thread").run(GIVEN)
 
     with pytest.raises(TimeoutError):
         asyncio.run(impatient())
@@ -209,7 +208,7 @@ def test_a_program_ends_with_all_that_it_started_when_its_time_is_over(tmp_path:
     )
 
     async def impatient() -> None:
-        task = asyncio.create_task(load_workflow(spec).run(TASK, base_url="", api_key="", model=""))
+        task = asyncio.create_task(load_workflow(spec).run(GIVEN))
         while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
             await asyncio.sleep(0.02)
         task.cancel()
@@ -222,7 +221,7 @@ def test_a_program_ends_with_all_that_it_started_when_its_time_is_over(tmp_path:
     eventually(lambda: not any(map(_runs, pids)))
 
 
-def test_a_program_that_cannot_be_started_leaves_no_pipe_open(tmp_path: Path) -> None:
+def test_a_program_that_cannot_be_started_leaves_no_file_open(tmp_path: Path) -> None:
     spec = program(tmp_path, "print('never')")
     # In a process of its own: here, the servers of other tests take connections at any time.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -238,7 +237,7 @@ def open_files_between_failures(spec: str) -> tuple[int, int]:
     async def count() -> int:
         for _ in range(3):
             with pytest.raises(OSError, match="Argument list too long"):
-                await workflow.run(TASK, base_url="", api_key="", model="", system_prompt=longer_than_a_variable_may_be)
+                await workflow.run(WorkflowInput(TASK, "", "", "", longer_than_a_variable_may_be))
         await asyncio.sleep(0)
         gc.collect()  # what importing left open is closed now
         return len(os.listdir("/proc/self/fd"))

@@ -67,7 +67,6 @@ from ratchet.trainer.errors import (
 )
 from ratchet.trainer.judges.judge_runner import (
     JudgeRunner,
-    Rejudger,
     SecondJudge,
     TranscriptCache,
     zero_variance_groups,
@@ -253,12 +252,11 @@ class AgentController:
             settings.learner.objective.distillation,
             judge_noise(settings, store, self._judge.version),
         )
-        attempts, retry_seconds = settings.judge_attempts, settings.judge_retry_seconds
         self._judge_runner = JudgeRunner(
             store,
             RunJudges(self._judge, store.tunings.get),
-            attempts=attempts,
-            retry_seconds=retry_seconds,
+            attempts=settings.judge_attempts,
+            retry_seconds=settings.judge_retry_seconds,
             estimator=self._estimator,
             progress=self.progress,
             second=second,
@@ -268,10 +266,6 @@ class AgentController:
             max_threads=max_judge_threads,
             on_requests=self.metrics.judge_requests,
         )
-        self._rejudger = Rejudger(
-            store, alias, self._judge_runner.submit_judge, self._estimator,
-            attempts=attempts, retry_seconds=retry_seconds,
-        )  # fmt: skip
         return second
 
     @property
@@ -353,13 +347,10 @@ class AgentController:
             groups = self._backlog.groups_to_judge(now, drop_stale=not self._learning.is_busy)
             self._unread = self._judge_runner.submit(groups, self._transcripts.read)
         if feedback_wait_of(self.settings.judge) is not None:
-            self._rejudger.submit_late_feedback(now)
+            self._judge_runner.judge_again(self.settings.model, now)
 
     def _collect_verdicts(self, now: float) -> bool:
-        recorded = self._judge_runner.collect_results(now, self._judge_wait_seconds)
-        if feedback_wait_of(self.settings.judge) is not None:
-            recorded += self._rejudger.collect_results(now, self._judge_wait_seconds)
-        return bool(recorded)
+        return bool(self._judge_runner.collect_results(now, self._judge_wait_seconds))
 
     def _train(self, now: float) -> bool:
         if self.phase is ReleasePhase.CANDIDATE or not self._is_learner_free(now):

@@ -7,14 +7,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
 
 import msgspec
 
 from ratchet.store.errors import InvalidTransition, RecordDamaged
-from ratchet.store.operation_records import Observation
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group, JudgeRequest, Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
@@ -23,7 +24,7 @@ from ratchet.trainer.background_work import ignore
 from ratchet.trainer.judges.judgement import GroupJudgement, Judge, cut
 from ratchet.trainer.observability.metrics import Finding
 from ratchet.trainer.observability.progress import GATHERING, JUDGING, Progress
-from ratchet.trainer.statistics import kendall_tau_b, score_differences
+from ratchet.trainer.statistics import kendall_tau_b
 
 
 class TranscriptCache:
@@ -72,8 +73,9 @@ class TranscriptCache:
 # are compared if enough of them remain. A judge that is away drops nothing: its groups wait. A group whose scores do
 # not differ is dropped as `no_variance`; several in a row raise an alarm that names the judge, the scores and the
 # groups. A slow judge blocks nobody: groups are judged in threads, as many at a time as the judge allows, and the
-# caller's thread records the verdicts. A judgement that takes very long is an alarm; it cannot be ended. The advantages
-# of a group are computed here, once.
+# caller's thread records the verdicts. A judgement that takes very long is an alarm; it cannot be ended. A verdict
+# keeps the baseline that it was compared with, so that the round's advantages are those that were found here. Late
+# feedback has trajectories judged again: the new verdict names the versions that were trained with the old one.
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,8 @@ _MAX_OUTAGE_PAUSE = 60.0  # seconds until a judge that is away is asked again
 _HANG_SECONDS = 600.0  # after which a judgement in progress is an alarm
 _MAX_ALARM_CHARS = 500  # of a failure in an alarm; `ratchet judge show` has more
 _MAX_QUEUED = 64  # groups that wait beside those that the judge has
+_MAX_REJUDGED = 64  # groups, after late feedback
+_KEPT_FIELDS = ("baseline_mean", "baseline_std")  # of an earlier verdict in the one after late feedback
 _MAX_READ_SECONDS = 0.25  # for the transcripts of one call
 
 
@@ -95,6 +99,16 @@ class _PendingGroup:
     group: Group
     members: tuple[Transcript, ...]
     judgement: Future[GroupJudgement]
+
+
+@dataclass(slots=True)
+class _Rejudged:
+    """What is judged again after late feedback."""
+
+    members: tuple[Transcript, ...]
+    judgement: Future[GroupJudgement] | None = None  # None: to be submitted again at `due_at`
+    failures: int = 0
+    due_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +153,7 @@ class JudgeRunner:
         threads = min(judge.concurrency, max_threads or judge.concurrency)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="judge")
         self._pending: dict[str, _PendingGroup] = {}
+        self._rejudged: dict[str, _Rejudged] = {}  # by group, or by trajectory without one
         self._away_since: float | None = None  # the first outage in a row
         self._running: dict[int, _RunningJudgement] = {}  # by thread
         self._hanging: set[_RunningJudgement] = set()  # those that are an alarm
@@ -161,11 +176,11 @@ class JudgeRunner:
                 self._on_done()
                 return True
             members = tuple(read(name) for name in group.members)
-            self._pending[group.id] = _PendingGroup(group, members, self.submit_judge(group.id, members))
+            self._pending[group.id] = _PendingGroup(group, members, self._submit(group.id, members))
             self._progress.add_pending(JUDGING)
         return False
 
-    def submit_judge(self, group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
+    def _submit(self, group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
         judgement = self._threads.submit(self._judge_now, group_id, members)
         judgement.add_done_callback(lambda _: self._on_done())
         return judgement
@@ -182,14 +197,19 @@ class JudgeRunner:
             self._running.pop(threading.get_ident(), None)
 
     def collect_results(self, now: float, timeout: float) -> int:
-        """Record finished judgements, after waiting at most `timeout` seconds for them; return how many groups."""
+        """Record finished judgements, after waiting at most `timeout` seconds for them.
+
+        Returns how many groups were recorded, and scores changed after late feedback.
+        """
         self._watch_running()
-        if not self._pending:
-            return 0
-        done, _ = wait([pending.judgement for pending in self._pending.values()], timeout=timeout)
+        rejudged = [one.judgement for one in self._rejudged.values() if one.judgement is not None]
+        waiting = [pending.judgement for pending in self._pending.values()]
+        done, _ = wait([*waiting, *rejudged], timeout=timeout)
+        recorded = 0
         for pending in [pending for pending in self._pending.values() if pending.judgement in done]:
             group, members, judgement = pending.group, pending.members, pending.judgement.result()
             del self._pending[group.id]
+            recorded += 1
             try:
                 self._record(group, members, judgement, now)
             except InvalidTransition as dropped:  # with the version that sampled it
@@ -199,7 +219,7 @@ class JudgeRunner:
             self._progress.finish_pending(JUDGING)
             if self._second is not None:
                 self._second.submit(group.id, members, judgement.verdicts)
-        return len(done)
+        return recorded + self._collect_rejudged(now)
 
     def close(self) -> None:
         """Stop judging. Groups without a recorded verdict are judged again after the next start."""
@@ -358,6 +378,90 @@ class JudgeRunner:
         self._store.alarms.raise_(f"no_signal:{group.alias}", reason)
         log.warning("event=no_signal groups=%d judge=%s reason=%r", len(self._zero_variance), self._judge.name, reason)
 
+    def judge_again(self, alias: str, now: float) -> None:
+        """Queue everything that got feedback after its verdict: a group as a whole, since scores may be relative.
+
+        Verdicts are only added, and no state changes, so nothing is trained twice.
+        """
+        for name in self._store.feedback.applied_too_late(alias, limit=_MAX_REJUDGED):
+            trajectory = self._store.trajectories.get(name)
+            key = trajectory.group_id or name
+            pending = self._rejudged.get(key)
+            if pending is not None and (pending.judgement is not None or now < pending.due_at):
+                continue
+            names = self._store.groups.get(trajectory.group_id).members if trajectory.group_id else (name,)
+            names = names if name in names else (name,)  # it was dropped from its group
+            failures = pending.failures if pending else 0
+            try:
+                members = tuple(self._store.trajectories.read(one) for one in names)
+            except RecordDamaged as damaged:
+                self._put_off(key, failures, str(damaged), now)
+                continue
+            judgement = self._submit(trajectory.group_id, members)
+            self._rejudged[key] = _Rejudged(members, judgement, failures)
+
+    def _collect_rejudged(self, now: float) -> int:
+        """Record finished judgements after late feedback; return how many scores changed."""
+        changed = 0
+        for key, pending in list(self._rejudged.items()):
+            if pending.judgement is None or not pending.judgement.done():
+                continue
+            try:
+                changed += self._record_again(key, pending, pending.judgement.result(), now)
+            except RecordDamaged as damaged:  # the judge reads calls that it continues
+                self._put_off(key, pending.failures, str(damaged), now)
+        return changed
+
+    def _put_off(self, key: str, failures: int, reason: str | None, now: float) -> None:
+        """Try again later: a row may be mended, a judge answer again."""
+        log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, failures, reason)
+        self._rejudged[key] = _Rejudged((), None, failures, now + self._retry_seconds)
+
+    def _record_again(self, key: str, pending: _Rejudged, judgement: GroupJudgement, now: float) -> int:
+        if judgement.unavailable is not None:
+            self._put_off(key, pending.failures, judgement.unavailable, now)
+            return 0
+        valued = {
+            member.trajectory.id for member in pending.members if any(one.value is not None for one in member.feedback)
+        }
+        failed = [one for one in judgement.verdicts if one.trajectory_id in valued and one.score is None]
+        if failed and pending.failures + 1 < self._attempts:
+            self._put_off(key, pending.failures + 1, failed[0].failure, now)
+            return 0
+        if failed:
+            log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, len(failed), failed[0].failure)
+        changed = self._changed_scores(pending.members, judgement.verdicts)
+        self._store.groups.replace_verdicts([verdict for _, verdict in changed], judgement.judge_requests)
+        self._store.feedback.mark_applied([one.id for member in pending.members for one in member.feedback], now)
+        self._estimator.remember([trajectory for trajectory, _ in changed], [verdict for _, verdict in changed])
+        del self._rejudged[key]
+        return len(changed)
+
+    def _changed_scores(
+        self, members: Sequence[Transcript], verdicts: Sequence[Verdict]
+    ) -> list[tuple[Trajectory, Verdict]]:
+        """Return the verdicts whose score differs from the earlier one, with a note of what the earlier one trained."""
+        names = [member.trajectory.id for member in members]
+        before, trained = self._store.groups.verdicts(names), self._store.lineage.versions_of(names)
+        changed: list[tuple[Trajectory, Verdict]] = []
+        for member, verdict in zip(members, verdicts, strict=True):
+            trajectory = member.trajectory
+            old = before[trajectory.id].score if trajectory.id in before else None
+            if verdict.score is None or verdict.score == old:
+                continue
+            policies = trained.get(trajectory.id, ())
+            log.info(
+                "event=late_feedback trajectory=%s before=%s after=%g trained=%s",
+                trajectory.id, old, verdict.score, ",".join(policies) or "nothing",
+            )  # fmt: skip
+            note = f"[after it trained {', '.join(policies)}] " if policies else "[late] "
+            kept = (
+                {name: getattr(before[trajectory.id], name) for name in _KEPT_FIELDS} if trajectory.id in before else {}
+            )
+            new = msgspec.structs.replace(verdict, explanation=note + verdict.explanation, **kept)
+            changed.append((trajectory, new))
+        return changed
+
 
 def zero_variance_groups(store: Store, alias: str) -> list[tuple[Group, float]]:
     """Return the newest consecutive zero-variance groups with their score, as an earlier trainer left them."""
@@ -389,11 +493,11 @@ _MAX_QUEUED_SECOND = 8  # groups that wait beside those that the judge has
 
 @dataclass(frozen=True, slots=True)
 class PairedJudgements:
-    """The verdicts of both judges on one group, scores by trajectory; `second` is None if the second judge failed."""
+    """The scores of both judges for the members of one group, in order; `second` is None if the second judge failed."""
 
     group_id: str
-    first: Mapping[str, float]
-    second: Mapping[str, float] | None
+    first: Sequence[float]
+    second: Sequence[float] | None
 
 
 class SecondJudge:
@@ -404,9 +508,9 @@ class SecondJudge:
         self._sample_rate = sample_rate
         self._store = store
         self._alias = alias
-        self._versions = {"judge": judge.version, "first_judge": first_version}
+        self._versions: dict[str, Any] = {"judge": judge.version, "first_judge": first_version}
         self._threads = ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second-judge")
-        self._pending: dict[str, tuple[Mapping[str, float], Future[GroupJudgement]]] = {}  # with the first's scores
+        self._pending: dict[str, tuple[Sequence[float], Future[GroupJudgement]]] = {}  # with the first's scores
         self._compared: deque[PairedJudgements] = deque(self._load(), maxlen=_MAX_COMPARED)
         self.name = judge.name
 
@@ -422,7 +526,8 @@ class SecondJudge:
             first, judgement = self._pending.pop(group_id)
             self._store.groups.record_judge_requests(judgement.result().judge_requests)
             paired = PairedJudgements(group_id, first, _scores(judgement.result().verdicts))
-            self._store.observations.add(self._alias, SECOND_JUDGE, group_id, {**self._versions, **_figures(paired)})
+            scores = {"first": paired.first, "second": paired.second}
+            self._store.observations.add(self._alias, SECOND_JUDGE, group_id, self._versions | scores)
             self._compared.append(paired)
         return tuple(self._compared)
 
@@ -432,7 +537,11 @@ class SecondJudge:
 
     def _load(self) -> list[PairedJudgements]:
         known = self._store.observations.newest(self._alias, SECOND_JUDGE, 2 * _MAX_COMPARED)
-        return [_paired(one) for one in known if self._versions.items() <= one.content.items()]
+        return [
+            PairedJudgements(one.subject, one.content["first"], one.content["second"])
+            for one in known
+            if self._versions.items() <= one.content.items()
+        ]
 
 
 def in_sample(group_id: str, sample_rate: float) -> bool:
@@ -446,7 +555,8 @@ def agreement(paired: Sequence[PairedJudgements], judge: str) -> list[Finding]:
     if len(paired) >= _MIN_GROUPS and 2 * len(both) < len(paired):
         failed = f"second judge {judge} failed on {len(paired) - len(both)} of the last {len(paired)} groups"
         return [Finding(SECOND_JUDGE, "", "", 0.0, failed)]
-    tau = kendall_tau_b([pair for first, second in both for pair in score_differences(first, second)])
+    pairs = ((one, other) for first, second in both for one, other in combinations(zip(first, second, strict=True), 2))
+    tau = kendall_tau_b((a - b, c - d) for (a, c), (b, d) in pairs)
     if tau is None:
         return []
     reason = None
@@ -459,146 +569,7 @@ def agreement(paired: Sequence[PairedJudgements], judge: str) -> list[Finding]:
     return [Finding(SECOND_JUDGE, _METRIC, "", tau, reason, blocks_release=reason is not None)]
 
 
-def _figures(paired: PairedJudgements) -> dict[str, list[float] | None]:
-    """Return both judges' scores by position, without the trajectories' ids."""
-    second = None if paired.second is None else [paired.second[name] for name in paired.first]
-    return {"first": list(paired.first.values()), "second": second}
-
-
-def _paired(noted: Observation) -> PairedJudgements:
-    first, second = (
-        None if scores is None else {str(place): score for place, score in enumerate(scores)}
-        for scores in (noted.content["first"], noted.content["second"])
-    )
-    return PairedJudgements(noted.subject, first or {}, second)
-
-
-def _scores(verdicts: Sequence[Verdict]) -> dict[str, float] | None:
-    """Return the scores by trajectory; None if one failed."""
-    scores = {verdict.trajectory_id: verdict.score for verdict in verdicts if verdict.score is not None}
+def _scores(verdicts: Sequence[Verdict]) -> list[float] | None:
+    """Return the scores in order; None if one failed."""
+    scores = [verdict.score for verdict in verdicts if verdict.score is not None]
     return scores if len(scores) == len(verdicts) else None
-
-
-# Rejudger: judges trajectories again after late feedback.
-#
-# Promises: verdicts are only added; no state changes, so nothing is trained twice; for a trajectory that was trained
-# already, the log and the new verdict name the versions it trained. A group is judged again as a whole, since scores
-# may be relative; only changed scores are recorded. Retries of a failing judge are bounded; one that is away is waited
-# for.
-
-_KEPT_FIELDS = ("baseline_mean", "baseline_std")  # fields of the earlier verdict that the new one keeps
-_MAX_REJUDGED = 64  # groups
-
-SubmitJudge = Callable[[str | None, Sequence[Transcript]], "Future[GroupJudgement]"]
-
-
-@dataclass(slots=True)
-class _PendingRejudging:
-    """A group, or a trajectory without one, that is judged again."""
-
-    members: tuple[Transcript, ...]
-    judgement: Future[GroupJudgement] | None = None  # None: to be submitted again at `due_at`
-    failures: int = 0
-    due_at: float = 0.0
-
-    @property
-    def feedback_ids(self) -> list[str]:
-        return [feedback.id for member in self.members for feedback in member.feedback]
-
-
-@dataclass
-class Rejudger:
-    """Judges the trajectories of one alias again."""
-
-    store: Store
-    alias: str
-    submit_judge: SubmitJudge
-    estimator: AdvantageEstimator
-    _: KW_ONLY
-    attempts: int
-    retry_seconds: float
-
-    def __post_init__(self) -> None:
-        self._pending: dict[str, _PendingRejudging] = {}
-
-    def submit_late_feedback(self, now: float) -> None:
-        """Queue everything that got feedback after its verdict."""
-        for name in self.store.feedback.applied_too_late(self.alias, limit=_MAX_REJUDGED):
-            trajectory = self.store.trajectories.get(name)
-            key = trajectory.group_id or name
-            pending = self._pending.get(key)
-            if pending is not None and (pending.judgement is not None or now < pending.due_at):
-                continue
-            names = self.store.groups.get(trajectory.group_id).members if trajectory.group_id else (name,)
-            names = names if name in names else (name,)  # it was dropped from its group
-            failures = pending.failures if pending else 0
-            try:
-                members = tuple(self.store.trajectories.read(one) for one in names)
-            except RecordDamaged as damaged:
-                self._put_off(key, failures, str(damaged), now)
-                continue
-            judgement = self.submit_judge(trajectory.group_id, members)
-            self._pending[key] = _PendingRejudging(members, judgement, failures)
-
-    def collect_results(self, now: float, timeout: float) -> int:
-        """Record finished judgements, after waiting at most `timeout` seconds; return how many scores changed."""
-        wait([one.judgement for one in self._pending.values() if one.judgement is not None], timeout=timeout)
-        changed = 0
-        for key, pending in list(self._pending.items()):
-            if pending.judgement is None or not pending.judgement.done():
-                continue
-            try:
-                changed += self._record(key, pending, pending.judgement.result(), now)
-            except RecordDamaged as damaged:  # the judge reads calls that it continues
-                self._put_off(key, pending.failures, str(damaged), now)
-        return changed
-
-    def _put_off(self, key: str, failures: int, reason: str | None, now: float) -> None:
-        """Try again later: a row may be mended, a judge answer again."""
-        log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, failures, reason)
-        self._pending[key] = _PendingRejudging((), None, failures, now + self.retry_seconds)
-
-    def _record(self, key: str, pending: _PendingRejudging, judgement: GroupJudgement, now: float) -> int:
-        if judgement.unavailable is not None:
-            self._put_off(key, pending.failures, judgement.unavailable, now)
-            return 0
-        valued = {
-            member.trajectory.id for member in pending.members if any(one.value is not None for one in member.feedback)
-        }
-        failed = [one for one in judgement.verdicts if one.trajectory_id in valued and one.score is None]
-        if failed and pending.failures + 1 < self.attempts:
-            self._put_off(key, pending.failures + 1, failed[0].failure, now)
-            return 0
-        if failed:
-            log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, len(failed), failed[0].failure)
-        changed = self._changed_scores(pending.members, judgement.verdicts)
-        self.store.groups.replace_verdicts([verdict for _, verdict in changed], judgement.judge_requests)
-        self.store.feedback.mark_applied(pending.feedback_ids, now)
-        self.estimator.remember([trajectory for trajectory, _ in changed], [verdict for _, verdict in changed])
-        del self._pending[key]
-        return len(changed)
-
-    def _changed_scores(
-        self, members: Sequence[Transcript], verdicts: Sequence[Verdict]
-    ) -> list[tuple[Trajectory, Verdict]]:
-        """Return the verdicts whose score differs from the earlier one, with a note of what the earlier one trained."""
-        names = [member.trajectory.id for member in members]
-        before, trained = self.store.groups.verdicts(names), self.store.lineage.versions_of(names)
-        changed: list[tuple[Trajectory, Verdict]] = []
-        for member, verdict in zip(members, verdicts, strict=True):
-            trajectory = member.trajectory
-            old = before[trajectory.id].score if trajectory.id in before else None
-            if verdict.score is None or verdict.score == old:
-                continue
-            policies = trained.get(trajectory.id, ())
-            log.info(
-                "event=late_feedback trajectory=%s before=%s after=%g trained=%s",
-                trajectory.id, old, verdict.score, ",".join(policies) or "nothing",
-            )  # fmt: skip
-            note = f"[after it trained {', '.join(policies)}] " if policies else "[late] "
-            kept = (
-                {name: getattr(before[trajectory.id], name) for name in _KEPT_FIELDS} if trajectory.id in before else {}
-            )
-            new = msgspec.structs.replace(verdict, explanation=note + verdict.explanation, **kept)
-            changed.append((trajectory, new))
-        return changed

@@ -98,7 +98,6 @@ class JudgeModelSession:
 
     @property
     def last(self) -> str | None:
-        """The id of the newest request."""
         return self.judge_requests[-1].id if self.judge_requests else None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.records import ToolCall, Trajectory, Transcript, Verdict, WorkflowResult
+from ratchet.store.records import ToolCall, Trajectory, Transcript, Verdict
 from ratchet.store.states import ToolOutcome, TrajectoryState
 from ratchet.store.statistics import wilson
 from ratchet.trainer.errors import JudgeError
@@ -66,7 +66,7 @@ class LintTranscript:
         run = msgspec.structs.replace(transcript.trajectory, id=f"{transcript.trajectory.id}-{number}")
         returned = transcript.returned
         if returned is not None and returned.response is not None:
-            returned = WorkflowResult(response=json.dumps(answer), reward=returned.reward, failure=returned.failure)
+            returned = msgspec.structs.replace(returned, response=json.dumps(answer))
         return msgspec.structs.replace(
             transcript, trajectory=run, returned=returned, messages=_with(transcript.messages, self.place, answer)
         )
@@ -147,8 +147,10 @@ def _text_at(transcript: Transcript, place: Place) -> str | None:
 def _with(messages: Sequence[Mapping[str, Any]], place: Place, answer: str) -> tuple[Mapping[str, Any], ...]:
     changed = [dict(message) for message in messages]
     if place.tool is None:
-        answers = [number for number, message in enumerate(changed) if message.get("role") == "assistant"]
-        changed[answers[-1]]["content"] = answer
+        said = [message for message in changed if message.get("role") == "assistant"]
+        if not said:
+            changed += (said := [{"role": "assistant"}])
+        said[-1]["content"] = answer
         return tuple(changed)
     number, nth, name, given = next(
         one for one in reversed(list(_tool_calls(messages))) if one[2] == place.tool and place.argument in one[3]

@@ -348,7 +348,6 @@ class ByFamilySpec(JudgeSettings):
 
     @property
     def all(self) -> tuple[JudgeSpec, ...]:
-        """Every judge."""
         return (*self.judges.values(), *(() if self.other is None else (self.other,)))
 
     @model_validator(mode="after")

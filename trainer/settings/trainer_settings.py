@@ -199,7 +199,7 @@ class SentinelSettings(Section):
     )
 
 
-RESERVED_SOURCES = POLICY, DEMONSTRATIONS = "policy", "demonstrations"  # all other source names are models
+POLICY, DEMONSTRATIONS = "policy", "demonstrations"  # all other source names are models
 
 
 class WarmStartSettings(Section):
@@ -243,11 +243,6 @@ class WarmStartSettings(Section):
         if self.max_loss_increase is not None and self.general is None:
             raise ValueError("max_loss_increase is measured on general data: set `general` as well")
         return self
-
-    @property
-    def teachers(self) -> tuple[str, ...]:
-        """Return the names of other models among the sources."""
-        return tuple(name for name in self.sources if name not in RESERVED_SOURCES)
 
 
 NO_JUDGE = "unset:unset"  # in place of a judge while none is set

@@ -106,7 +106,6 @@ def wrap_errors() -> Iterator[None]:
 
 @contextmanager
 def unwrap_errors() -> Iterator[None]:
-    """Raise a wrapped error as the original one."""
     try:
         yield
     except WrappedError as wrapped:

@@ -20,17 +20,16 @@ import random
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from msgspec.structs import replace
 
 from ratchet.store.operation_records import Rollout, Tuning
 from ratchet.store.records import JudgeRequest, Verdict
-from ratchet.store.store import Store
 from ratchet.trainer.errors import BudgetExceeded, SettingError, TaskSetError, TooManyFailures, TuningError, Unjudged
 from ratchet.trainer.judges.language_model import LanguageModel
 from ratchet.trainer.judges.transcript_json import shortened
-from ratchet.trainer.observability.progress import Progress
+from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.trainer.statistics import Compared, ComparisonVerdict, compare
 from ratchet.trainer.tasks import TEST, TRAIN, Task, TaskSet
 from ratchet.tuner.prompts.optimizer import (
@@ -54,10 +53,9 @@ from ratchet.tuner.prompts.trials import (
     serving,
 )
 from ratchet.tuner.reports import TuningResult, plain, task_set
-from ratchet.tuner.rollouts.prices import Money, Prices, RolloutCost
-from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
-from ratchet.tuner.rollouts.scoring import RolloutScorer
-from ratchet.tuner.selection import busy_seconds, figures_of
+from ratchet.tuner.rollouts.prices import Money, RolloutCost, busy_seconds
+from ratchet.tuner.rollouts.runner import RolloutJob
+from ratchet.tuner.rollouts.scoring import RolloutTools
 from ratchet.tuner.settings import (
     MIN_HELD_OUT_TASKS,
     MIN_TRAIN_TASKS,
@@ -79,14 +77,6 @@ _MAX_PROMPTS_RECORDED = 200
 PromptVerdict = Literal["better", "no better", "worse", "inconclusive"]
 
 
-class HasId(Protocol):
-    """A task."""
-
-    @property
-    def id(self) -> str:
-        """A hash of its content."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sets:
     """Task ids in the order of use."""
@@ -97,7 +87,7 @@ class Sets:
 
 
 def divide(
-    tasks: Iterable[HasId], test: Iterable[HasId], sizes: PromptSettings, seed: int, validation: Iterable[HasId] = ()
+    tasks: Iterable[Task], test: Iterable[Task], sizes: PromptSettings, seed: int, validation: Iterable[Task] = ()
 ) -> Sets:
     """Return the three sets from a training, a test and a validation split. Raises TaskSetError.
 
@@ -128,7 +118,7 @@ def divide(
     return sets
 
 
-def _shuffled(tasks: Iterable[HasId], seed: int, without: Container[str] = ()) -> list[str]:
+def _shuffled(tasks: Iterable[Task], seed: int, without: Container[str] = ()) -> list[str]:
     ids = sorted({task.id for task in tasks if task.id not in without})
     random.Random(f"prompt {seed}").shuffle(ids)
     return ids
@@ -302,22 +292,8 @@ def judged(gain: Compared) -> tuple[PromptVerdict, str]:
     return "inconclusive", "the interval on the held-out tasks contains zero: use more tasks or attempts"
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRunContext:
-    """Components of a run besides its settings. `runner` must not retry: the budget counts every rollout."""
-
-    store: Store
-    tasks: TaskSet
-    runner: RolloutRunner
-    scorer: RolloutScorer
-    reflection_key: str | None
-    prices: Prices
-    progress: Progress
-    report: Callable[[str], None]
-
-
-def check(settings: TunerSettings, tasks: TaskSet) -> None:
-    """Check a request before it becomes a run.
+def check(settings: TunerSettings, tasks: TaskSet) -> ModelSpec:
+    """Check a request before it becomes a run; return the reflection model.
 
     Raises SettingError if a setting is missing, TuningError if the optimizer cannot be loaded, TuningError if
     the tasks need more rollouts, and TaskSetError if they cannot be read or are too few.
@@ -330,31 +306,40 @@ def check(settings: TunerSettings, tasks: TaskSet) -> None:
     plan = PromptPlan(_divided(settings, tasks)[0], settings)
     if settings.prompt.max_rollouts is not None:
         plan.check_budget(settings.prompt.max_rollouts)
+    return settings.reflection
 
 
 def config_of(settings: TunerSettings, judge: Any, seed_prompt: str | None) -> dict[str, Any]:
-    """Return the request of a run for `tunings.config`."""
     return {"tuner": settings.model_dump(mode="json"), "judge": judge, "seed_prompt": seed_prompt}
 
 
-def run(tuning: Tuning, context: PromptRunContext) -> TuningResult:
-    """Run or resume a tuning and store the result. Raises TuningError, StoreError."""
-    result = _PromptRun(tuning, context).run()
-    context.store.tunings.end(tuning.id, "done", plain(result))
+def run(
+    tuning: Tuning, tools: RolloutTools, tasks: TaskSet, model: LanguageModel, report: Callable[[str], None]
+) -> TuningResult:
+    """Run or resume a tuning and store the result. Raises TuningError, StoreError.
+
+    `tools.runner` must not retry: the budget counts every rollout. `model`: the reflection model.
+    """
+    result = _PromptRun(tuning, tools, tasks, model, report).run()
+    tools.store.tunings.end(tuning.id, "done", plain(result))
     return result
 
 
 class _PromptRun:
     """A run in this process."""
 
-    def __init__(self, tuning: Tuning, context: PromptRunContext) -> None:
+    def __init__(
+        self, tuning: Tuning, tools: RolloutTools, tasks: TaskSet, model: LanguageModel, report: Callable[[str], None]
+    ) -> None:
         self._tuning = tuning
-        self._context = context
+        self._tools = tools
+        self._model = model
+        self._report = report
         self._settings = settings = TunerSettings.model_validate(tuning.config["tuner"])
-        sets, self._tasks = _divided(settings, context.tasks)
+        sets, self._tasks = _divided(settings, tasks)
         text, mode = tuning.config.get("seed_prompt"), settings.prompt.mode
         if text is None:
-            seed = serving(context.store, tuning.alias, None if mode == "auto" else mode)
+            seed = serving(tools.store, tuning.alias, None if mode == "auto" else mode)
         else:
             seed = given(str(text))
         self._plan = PromptPlan(sets, settings, seed)
@@ -363,34 +348,34 @@ class _PromptRun:
         self._explanations: dict[str, str] = dict(progress.get("explanations", {}))
         rollouts = settings.prompt.max_rollouts or SEARCH_ROLLOUTS + self._plan.held_out_rollouts
         self._budget = Budget(rollouts, settings.prompt.max_total_tokens, concurrency=settings.concurrency)
-        self._work = context.progress.begin(PROMPT_TUNING, rollouts)
+        self._work = tools.progress.begin(PROMPT_TUNING, rollouts)
 
     def run(self) -> TuningResult:
         """Search, compare, and return the record."""
-        context, settings = self._context, self._settings
+        tools, settings = self._tools, self._settings
         # The live version by name, so that no version in its ramp serves a part of the rollouts. A model of
         # `model_list` has no versions: it serves under its own name.
-        live = context.store.policies.live().get(self._tuning.alias)
+        live = tools.store.policies.live().get(self._tuning.alias)
         model = self._tuning.config.get("listed_model") if live is None else f"{live.alias}@{live.version}"
         with asyncio.Runner() as loop:  # one event loop for all rollouts, because the agent's clients belong to it
 
             def run_jobs(jobs: Sequence[RolloutJob]) -> list[Rollout]:
-                made = loop.run(context.runner.run(jobs, self._tuning.id, lambda rollout: self._work.add()))
+                made = loop.run(tools.runner.run(jobs, self._tuning.id, lambda rollout: self._work.add()))
                 scored = self._scored(made)
                 for one in scored:
                     if one.score is not None:
                         self._work.note(score=one.score)
                 return scored
 
-            context.scorer.count_abandoned_tokens(self._tuning.id)
+            tools.scorer.count_abandoned_tokens(self._tuning.id)
             trials = Trials(
-                context.store, self._tuning.id, self._tasks, run_jobs, self._scored, self._budget,
+                tools.store, self._tuning.id, self._tasks, run_jobs, self._scored, self._budget,
                 failure_score=settings.failure_score, model=model, explanations=self._explanations,
             )  # fmt: skip
             self._work.at(self._budget.started_rollouts, self._budget.rollouts)
             tuned = PromptTuning(
                 trials, self._budget, load_optimizer(settings.prompt.method), self._reflection, self._plan,
-                context.report,
+                self._report,
             )  # fmt: skip
             try:
                 found = tuned.run()
@@ -407,32 +392,28 @@ class _PromptRun:
             if verdict.trajectory_id in train and verdict.explanation:
                 self._explanations[verdict.trajectory_id] = shortened(verdict.explanation, MAX_FEEDBACK_CHARS)
 
-        scored = self._context.scorer.score(rollouts, keep_explanation)
+        scored = self._tools.scorer.score(rollouts, keep_explanation)
         if len(self._explanations) > before:
             self._write_progress()
         return scored
 
     def _reflection(self, seed: SeedPrompt) -> ReflectionModel:
-        spec = self._settings.reflection
-        assert spec is not None  # checked by `check`
         return ReflectionModel(
-            LanguageModel(spec, self._context.reflection_key), self._budget, mode=seed.mode,
-            answered=tuple(self._answered), keep=self._keep,
+            self._model, self._budget, mode=seed.mode, answered=tuple(self._answered), keep=self._keep,
         )  # fmt: skip
 
     def _keep(self, answered: Answered, judge_requests: Sequence[JudgeRequest]) -> None:
         self._answered.append(answered)
         self._write_progress()
-        self._context.store.groups.record_judge_requests(judge_requests)
+        self._tools.store.groups.record_judge_requests(judge_requests)
 
     def _write_progress(self) -> None:
-        self._context.store.tunings.update(
+        self._tools.store.tunings.update(
             self._tuning.id, {"answered": self._answered, "explanations": self._explanations}
         )
 
     def _record(self, found: Found, trials: Trials) -> TuningResult:
         settings, method = self._settings, self._settings.prompt.method
-        assert settings.reflection is not None
         served = [replace(one, model=one.model or self._tuning.alias) for one in trials.rollouts]
         money = Money(self._budget.cost or 0.0, known=self._budget.cost is not None)
         reflections = RolloutCost(prompt_tokens=self._budget.reflection_tokens, money=money)
@@ -441,22 +422,21 @@ class _PromptRun:
             technique=f"{method.upper()}, {len(found.tried)} prompts",
             alias=self._tuning.alias,
             task_set=task_set(str(settings.tasks), TEST, self._plan.sets.held_out),
-            judge=self._context.scorer.name,
+            judge=self._tools.scorer.name,
             workflow=str(settings.workflow),
             attempts=settings.attempts,
             baseline="the agent's own prompt" if found.baseline == SEED else found.baseline,
             best=found.best if found.verdict == "better" else None,
             gain=found.gain,
-            spent=figures_of("", served, self._context.prices).spent + reflections,
+            spent=self._tools.spent(served) + reflections,
             wall_seconds=busy_seconds(trials.rollouts) + sum(float(one["seconds"]) for one in self._answered),
-            notes=(found.seed.note, f"reflection by {settings.reflection.model}", found.why),
+            notes=(found.seed.note, f"reflection by {self._model.spec.model}", found.why),
             details=self._details(found),
         )
 
     def _details(self, found: Found) -> dict[str, Any]:
         """Return the fields of the record that only prompt tuning has."""
-        reflection, sets, budget = self._settings.reflection, self._plan.sets, self._budget
-        assert reflection is not None
+        reflection, sets, budget = self._model.spec, self._plan.sets, self._budget
         return {
             "method": self._settings.prompt.method,
             "reflection": {"model": reflection.model, "base_url": reflection.base_url},

@@ -24,11 +24,13 @@ from ratchet.store.records import Transcript
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import BudgetExceeded, SetAside, TuningError, Unjudged
+from ratchet.trainer.judges.judgement import text_of
 from ratchet.trainer.judges.transcript_json import shortened
-from ratchet.trainer.statistics import Mark, Missing
+from ratchet.trainer.statistics import Mark
 from ratchet.trainer.tasks import Task
 from ratchet.tuner.prompts.optimizer import Example
 from ratchet.tuner.rollouts.runner import RolloutJob
+from ratchet.tuner.selection import mark_of
 
 _CHARACTERS_PER_TOKEN = 3  # of a request, before any was measured; a low estimate for English
 
@@ -221,9 +223,7 @@ class Trials:
 
     def marks(self, candidate: str, task_ids: Sequence[str], attempts: int) -> dict[str, list[Mark]]:
         """Return the results of a candidate's attempts by task; a missing attempt is unjudged."""
-        return {
-            task: [self._mark(self._rollouts.get((candidate, task, n))) for n in range(attempts)] for task in task_ids
-        }
+        return {task: [mark_of(self._rollouts.get((candidate, task, n))) for n in range(attempts)] for task in task_ids}
 
     def tried(self, task_ids: Sequence[str]) -> list[Tried]:
         """Return the prompts that were tried on all of these tasks, oldest first."""
@@ -245,7 +245,6 @@ class Trials:
         return self.store.trajectories.read(rollout.id)
 
     def known(self, task_ids: Sequence[str]) -> int:
-        """Return the number of rollouts on these tasks."""
         wanted = set(task_ids)
         return sum(task in wanted for _, task, _ in self._rollouts)
 
@@ -313,11 +312,6 @@ class Trials:
         measured = (self._rollouts[place].score for place in self._seed_keys if place in self._rollouts)
         return min((self.failure_score, *(score for score in measured if score is not None)))
 
-    def _mark(self, rollout: Rollout | None) -> Mark:
-        if rollout is not None and rollout.state is RolloutState.FAILED:
-            return Missing.FAILED
-        return Missing.UNJUDGED if rollout is None or rollout.score is None else rollout.score
-
     def _feedback(self, rollout: Rollout) -> str:
         if rollout.failure is not None:
             return f"The agent failed: {rollout.failure}"
@@ -331,22 +325,12 @@ def format_transcript(transcript: Transcript) -> str:
         role = message.get("role")
         if role in ("system", "developer"):
             continue
-        words = [text_of(message.get("content"))]
+        words = [text_of(message)]
         for call in message.get("tool_calls") or ():
             function = call.get("function") or {}
             words.append(f"calls {function.get('name')}({function.get('arguments')})")
         paragraphs.append(f"[{role}] {' '.join(word for word in words if word)}")
     return "\n\n".join(paragraphs)
-
-
-def text_of(content: object) -> str:
-    """Return the text parts of a message's content."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, Sequence) else ()
-    return "".join(
-        str(part["text"]) for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-    )
 
 
 Mode = Literal["replace", "append"]
@@ -417,5 +401,5 @@ def system_prompt(transcript: Transcript) -> str:
     for message in transcript.messages:
         if message.get("role") not in ("system", "developer"):
             break
-        words.append(text_of(message.get("content")))
+        words.append(text_of(message))
     return "\n\n".join(words)

@@ -16,9 +16,10 @@ import msgspec
 
 from ratchet.store.operation_records import Rollout
 from ratchet.store.reasons import describe_untrained
-from ratchet.store.records import Transcript, WorkflowResult
+from ratchet.store.records import Transcript
 from ratchet.store.states import CallState, RolloutState
 from ratchet.trainer.judges.judgement import Judge
+from ratchet.trainer.judges.quality import LintTranscript, Place
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.token_row import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -27,7 +28,7 @@ from ratchet.tuner.settings import TunerSettings
 
 _MIN_SPREAD = 1e-9
 _VALUES_TRIED = 8  # values of the row, tried as answers
-_OTHER_ANSWERS = 3  # tried before them
+_OTHER_ANSWERS = 2  # tried before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +96,11 @@ def judge_problems(judge: Judge | None, transcript: Transcript | None) -> Iterat
     if transcript is None:
         return
     answers = _answers(transcript)
-    members = [_answered(transcript, answer, number) for number, answer in enumerate(answers)]
+    stage = LintTranscript(transcript, Place(), "")
+    members = [transcript, *(stage.answered(answer, number) for number, answer in enumerate(answers))]
     if transcript.tools:
-        tried = answers[_OTHER_ANSWERS:]
-        members += [
-            _answered_by_tools(transcript, answer, len(answers) + number) for number, answer in enumerate(tried)
-        ]
+        tried = enumerate(answers[_OTHER_ANSWERS:], len(answers))
+        members += [_answered_by_tools(stage, answer, number) for number, answer in tried]
     scores = {verdict.score for verdict in judge.judge(None, members).verdicts if verdict.score is not None}
     if len(scores) == 1:
         seen = f"{judge.name} gave {scores.pop():g} to the answer, to an empty answer and to every value of the row"
@@ -109,30 +109,16 @@ def judge_problems(judge: Judge | None, transcript: Transcript | None) -> Iterat
         )
 
 
-def _answers(transcript: Transcript) -> list[Any]:
-    """Return answers that a judge should distinguish: the original (None), empty, nonsense, and the row's values."""
+def _answers(transcript: Transcript) -> list[str]:
+    """Return answers that a judge should distinguish from the original: empty, nonsense, and the row's values."""
     row: Mapping[str, Any] = transcript.row or {}
     values = [value for value in row.values() if value not in (None, "")][:_VALUES_TRIED]
-    return [None, "", "xyzzy", *(value if isinstance(value, str) else json.dumps(value) for value in values)]
+    return ["", "xyzzy", *(value if isinstance(value, str) else json.dumps(value) for value in values)]
 
 
-def _answered(transcript: Transcript, answer: Any, number: int) -> Transcript:
-    """Return the transcript with another answer and another id; None keeps the answer."""
-    run = msgspec.structs.replace(transcript.trajectory, id=f"{transcript.trajectory.id}-{number}")
-    if answer is None:
-        return msgspec.structs.replace(transcript, trajectory=run)
-    returned = transcript.returned or WorkflowResult()
-    message = None if returned.response is None else json.dumps(answer)
-    return msgspec.structs.replace(
-        transcript,
-        trajectory=run,
-        messages=(*transcript.messages[:-1], {"role": "assistant", "content": answer}),
-        returned=msgspec.structs.replace(returned, response=message),
-    )
-
-
-def _answered_by_tools(transcript: Transcript, answer: str, number: int) -> Transcript:
+def _answered_by_tools(stage: LintTranscript, answer: str, number: int) -> Transcript:
     """Return the transcript of an agent that answers at once, with the answer as every text argument of its tools."""
+    transcript = stage.answered(answer, number)
     prompt = [message for message in transcript.messages if message.get("role") in ("system", "developer", "user")]
     calls = [
         {"id": f"call_{place}", "type": "function", "function": {"name": name, "arguments": json.dumps(dict(given))}}
@@ -143,8 +129,7 @@ def _answered_by_tools(transcript: Transcript, answer: str, number: int) -> Tran
     message = (
         {"role": "assistant", "content": None, "tool_calls": calls} if calls else {"role": "assistant", "content": ""}
     )
-    changed = _answered(transcript, answer, number)
-    return msgspec.structs.replace(changed, messages=(*prompt, message))
+    return msgspec.structs.replace(transcript, messages=(*prompt, message))
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:

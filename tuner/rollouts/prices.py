@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ratchet.store.operation_records import Rollout
 from ratchet.store.records import JudgeRequest
 
 _NAMES = ("input_cost_per_token", "output_cost_per_token")
@@ -90,7 +91,6 @@ class Prices:
         return self._known.get(model) or self._known.get(model.partition("@")[0])
 
     def money(self, model: str, prompt_tokens: int, completion_tokens: int) -> Money:
-        """Return the cost of these tokens."""
         price = self.of(model)
         if price is None:
             return UNKNOWN if prompt_tokens or completion_tokens else FREE
@@ -128,3 +128,28 @@ def _more_expensive(one: Price | None, other: Price | None) -> Price | None:
     if one is None or other is None:
         return None
     return Price(max(one.prompt_token, other.prompt_token), max(one.completion_token, other.completion_token))
+
+
+def rollout_cost(rollout: Rollout, prices: Prices) -> RolloutCost:
+    money = prices.money(rollout.model or rollout.candidate, rollout.prompt_tokens, rollout.completion_tokens)
+    return RolloutCost(
+        rollouts=1, prompt_tokens=rollout.prompt_tokens, completion_tokens=rollout.completion_tokens,
+        seconds=seconds_of(rollout), money=money,
+    )  # fmt: skip
+
+
+def seconds_of(rollout: Rollout) -> float:
+    """Return how long a rollout ran."""
+    if rollout.started_at is None or rollout.ended_at is None:
+        return 0.0
+    return max(0.0, rollout.ended_at - rollout.started_at)
+
+
+def busy_seconds(rollouts: Iterable[Rollout]) -> float:
+    """Return the seconds during which at least one rollout ran."""
+    total = over = 0.0
+    spans = sorted((one.started_at, one.ended_at) for one in rollouts if one.started_at and one.ended_at)
+    for began, ended in spans:
+        total += max(0.0, ended - max(began, over))
+        over = max(over, ended)
+    return total

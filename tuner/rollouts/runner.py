@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import os
 import sys
 import sysconfig
@@ -33,7 +32,7 @@ from ratchet.trainer.errors import TooManyFailures, WorkflowFailed
 from ratchet.trainer.observability.progress import Phase, Progress
 from ratchet.trainer.tasks import Task
 from ratchet.trainer.user_code import guarded_task
-from ratchet.tuner.rollouts.workflow import Workflow
+from ratchet.tuner.rollouts.workflow import Workflow, WorkflowInput
 from ratchet.tuner.settings import TunerSettings
 
 _Written = TypeVar("_Written")
@@ -88,18 +87,12 @@ class RolloutRunner:
     progress: Progress = field(default_factory=Progress)
     check: Callable[[], None] = lambda: None
     keep_stdout: bool = True
+    families: Mapping[str, Workflow] = field(default_factory=dict)  # of tasks with the ids `FAMILY/...`
 
     def __post_init__(self) -> None:
         self._failures = _Failures()
         self._proxy_url = self.proxy_url.rstrip("/").removesuffix("/v1")
         self._api_key = self.api_key or NO_KEY
-        self._workflows: Mapping[str, Workflow] = {}
-
-    def with_families(self, workflows: Mapping[str, Workflow]) -> RolloutRunner:
-        """Return a runner that runs tasks with the ids `FAMILY/...` with these workflows, all others as this one."""
-        made = copy.copy(self)
-        made._workflows = dict(workflows)
-        return made
 
     async def run(
         self, jobs: Sequence[RolloutJob], tuning_id: str, on_end: Callable[[Rollout], object] | None = None
@@ -173,16 +166,16 @@ class RolloutRunner:
         """Run the workflow once and store the result; return whether it failed."""
         job, began = state.jobs[number], time.time()
         limit = asyncio.timeout(self.settings.timeout_seconds)
-        workflow = self._workflows.get(job.task.id.rpartition("/")[0], self.workflow)
+        workflow = self.families.get(job.task.id.rpartition("/")[0], self.workflow)
         try:
             async with limit:
+                url, model, seed = (
+                    f"{self._proxy_url}/t/{rollout.id}/v1",
+                    job.model or self.alias,
+                    job.scenario.get("seed"),
+                )
                 outcome = await workflow.run(
-                    job.task.row,
-                    base_url=f"{self._proxy_url}/t/{rollout.id}/v1",
-                    api_key=self._api_key,
-                    model=job.model or self.alias,
-                    system_prompt=job.system_prompt,
-                    seed=job.scenario.get("seed"),
+                    WorkflowInput(job.task.row, url, self._api_key, model, job.system_prompt, seed)
                 )
         except asyncio.CancelledError as error:
             if (me := asyncio.current_task()) is not None and me.cancelling():
@@ -303,7 +296,6 @@ class _RunState:
 
 
 def plan_rollout(job: RolloutJob, tuning_id: str, scenario: Mapping[str, Any] | None = None) -> Rollout:
-    """Return the planned rollout of a job."""
     return Rollout(
         id=new_id("roll"), tuning_id=tuning_id, task_id=job.task.id, split=job.task.split, attempt=job.attempt,
         candidate=job.candidate, model=job.model, purpose=job.purpose, prompt_id=job.prompt_id, step=job.step,
@@ -333,7 +325,6 @@ def _message(error: BaseException) -> str:
 
 
 def key_of(one: Rollout) -> tuple[str, str, int, int]:
-    """Return the key of the job that a rollout is for."""
     return one.candidate, one.task_id, one.attempt, one.step
 
 

@@ -25,7 +25,8 @@ from ratchet.store.store import Store
 from ratchet.trainer.judges.judgement import GroupJudgement, Judge
 from ratchet.trainer.judges.kinds.combined import judge_in_both_orders
 from ratchet.trainer.observability.progress import Phase, Progress
-from ratchet.tuner.rollouts.prices import RolloutCost, judging_cost
+from ratchet.tuner.rollouts.prices import Prices, RolloutCost, judging_cost, rollout_cost
+from ratchet.tuner.rollouts.runner import RolloutRunner
 
 SCORES = "scores"  # name of the progress bar
 WORKFLOW = "workflow"  # judge name of scores that the workflow returned
@@ -164,6 +165,22 @@ class RolloutScorer:
     def _write(self, name: str, score: float | None, judge: str, failure: str | None, work: Phase) -> None:
         self.store.rollouts.score(name, score, judge, failure)
         work.add(failed=float(score is None), **({} if score is None else {"score": score}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutTools:
+    """What every method runs, scores and prices its rollouts with."""
+
+    store: Store
+    runner: RolloutRunner
+    scorer: RolloutScorer
+    prices: Prices = field(default_factory=lambda: Prices({}))
+    progress: Progress = field(default_factory=Progress)
+
+    def spent(self, rollouts: Iterable[Rollout]) -> RolloutCost:
+        """Return the cost of those that ran, and of what the judge asked in this process."""
+        ran = (one for one in rollouts if one.counts or one.prompt_tokens)
+        return sum((rollout_cost(one, self.prices) for one in ran), self.scorer.spent)
 
 
 def _by_task(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:

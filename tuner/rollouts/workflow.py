@@ -1,20 +1,13 @@
 """Workflows: the agent to tune, as a function `module:function` or as a program such as `python my_agent.py`.
 
 `path/file.py:function` names a function too, and `module:Class` a class with `__call__`, of which one object serves all
-rollouts. A function, async or not, receives those of these parameters that it declares (all of them with **kwargs):
-
-    task           the task's row (dict)
-    base_url       OpenAI-compatible base URL of this rollout; all calls there belong to its trajectory
-    api_key        key for it
-    model          model name to request
-    system_prompt  the prompt under trial, or None; the proxy applies it even if the function does not
-    seed           a number for this attempt at this task, equal for all candidates of a comparison; else None
+rollouts. A function, async or not, receives the fields of `WorkflowInput` that are its parameters (all with **kwargs).
 
 A function that is written for AgentScope's tuner may take its chat models, too (plugins/agentscope).
 
 It returns any value, or `response`, `reward` and `metrics` as keys of a mapping or attributes of an object. A program
-gets the same (ProgramWorkflow). Guarantees: a parameter that is not in this list is an error when the workflow is
-loaded; functions that are not async run in threads of their own and do not block each other.
+gets the same (ProgramWorkflow). Guarantees: a parameter of another name is an error when the workflow is loaded;
+functions that are not async run in threads of their own and do not block each other.
 """
 
 from __future__ import annotations
@@ -31,9 +24,9 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from shutil import which
-from typing import Any, BinaryIO, Protocol
+from typing import IO, Any, Protocol
 
 from ratchet.store.statistics import SCORE_RANGE, number_of
 from ratchet.trainer.errors import NotCallable, NotImportable, WorkflowError, WorkflowFailed
@@ -48,9 +41,28 @@ from ratchet.trainer.user_code import (
     to_callable,
 )
 
-__all__ = ["PARAMETERS", "FunctionWorkflow", "Workflow", "WorkflowOutput", "load_workflow"]
 
-PARAMETERS = ("task", "base_url", "api_key", "model", "system_prompt", "seed")
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkflowInput:
+    """What a workflow gets for one rollout.
+
+    task           the task's row
+    base_url       OpenAI-compatible base URL of this rollout; all calls there belong to its trajectory
+    api_key        key for it
+    model          model name to request
+    system_prompt  the prompt under trial, or None; the proxy applies it even if the function does not
+    seed           a number for this attempt at this task, equal for all candidates of a comparison; else None
+    """
+
+    task: Mapping[str, Any]
+    base_url: str
+    api_key: str
+    model: str
+    system_prompt: str | None = None
+    seed: int | None = None
+
+
+PARAMETERS = tuple(one.name for one in dataclasses.fields(WorkflowInput))
 
 
 class Workflow(Protocol):
@@ -60,16 +72,7 @@ class Workflow(Protocol):
     def name(self) -> str:
         """The specification that it was loaded from."""
 
-    async def run(
-        self,
-        task: Mapping[str, Any],
-        *,
-        base_url: str,
-        api_key: str,
-        model: str,
-        system_prompt: str | None = None,
-        seed: int | None = None,
-    ) -> WorkflowOutput:
+    async def run(self, given: WorkflowInput) -> WorkflowOutput:
         """Run one task. Raises the agent's exceptions and WorkflowFailed."""
 
 
@@ -106,22 +109,10 @@ class FunctionWorkflow:
         self._is_async = is_async(self._function)
 
     def takes(self, parameter: str) -> bool:
-        """Return whether the function takes a parameter."""
         return parameter in (*self._wanted.positional, *self._wanted.by_name)
 
-    async def run(
-        self,
-        task: Mapping[str, Any],
-        *,
-        base_url: str,
-        api_key: str,
-        model: str,
-        system_prompt: str | None = None,
-        seed: int | None = None,
-    ) -> WorkflowOutput:
-        """Call the function. Raises its exceptions."""
-        offered: dict[str, Any] = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
-        offered |= {"system_prompt": system_prompt, "seed": seed}
+    async def run(self, given: WorkflowInput) -> WorkflowOutput:
+        offered = {name: getattr(given, name) for name in PARAMETERS} | {"task": dict(given.task)}
         try:
             return outcome_of(await self._call(offered))
         except SystemExit as ended:  # treated like a program's exit code
@@ -162,7 +153,9 @@ async def _run_in_thread(work: Callable[[], Any]) -> Any:
 
 
 _MAX_STDOUT_BYTES = 16 * 2**20
+_MAX_STDERR_BYTES = 2**30
 _MAX_STDERR_CHARS = 2000  # in an error
+_CHECK_SECONDS = 0.1  # between two looks at how much a program has written
 _PARTS = frozenset({"response", "reward", "metrics"})
 
 
@@ -184,25 +177,14 @@ class ProgramWorkflow:
         self.name = name
         self._words = tuple(words)
 
-    async def run(
-        self,
-        task: Mapping[str, Any],
-        *,
-        base_url: str,
-        api_key: str,
-        model: str,
-        system_prompt: str | None = None,
-        seed: int | None = None,
-    ) -> WorkflowOutput:
-        """Run the program once. Raises WorkflowFailed."""
-        given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
-        if system_prompt is not None:
-            given["RATCHET_SYSTEM_PROMPT"] = system_prompt
-        if seed is not None:
-            given["RATCHET_SEED"] = str(seed)
-        output, errors, status = await _run_program(
-            self._words, environment(os.environ) | given, json.dumps(task).encode()
-        )
+    async def run(self, given: WorkflowInput) -> WorkflowOutput:
+        environ = environment(os.environ)
+        environ |= {"OPENAI_BASE_URL": given.base_url, "OPENAI_API_KEY": given.api_key, "OPENAI_MODEL": given.model}
+        if given.system_prompt is not None:
+            environ["RATCHET_SYSTEM_PROMPT"] = given.system_prompt
+        if given.seed is not None:
+            environ["RATCHET_SEED"] = str(given.seed)
+        output, errors, status = await _run_program(self._words, environ, json.dumps(given.task).encode())
         if status:
             message = errors.decode(errors="replace").strip()[-_MAX_STDERR_CHARS:]
             raise WorkflowFailed(f"exit code {status}: {message or 'nothing on stderr'}")
@@ -215,68 +197,35 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 async def _run_program(words: Sequence[str], environ: Mapping[str, str], task: bytes) -> tuple[bytes, bytes, int]:
-    """Run a program; return stdout, the end of stderr and the exit status."""
-    async with _pipe() as (output, output_end), _pipe() as (errors, errors_end):
-        with tempfile.TemporaryFile() as stdin:
-            stdin.write(task)
-            stdin.seek(0)
-            process = await asyncio.create_subprocess_exec(
-                *words, stdin=stdin, stdout=output_end, stderr=errors_end, env=environ,
-                start_new_session=True,  # a process group of its own
-            )  # fmt: skip
-        output_end.close()
-        errors_end.close()
+    """Run a program; return stdout, the end of stderr and the exit status.
+
+    It writes into files, since what it leaves running would keep pipes open.
+    """
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        stdin.write(task)
+        stdin.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=stdin, stdout=stdout, stderr=stderr, env=environ,
+            start_new_session=True,  # a process group of its own
+        )  # fmt: skip
+        ended = asyncio.create_task(process.wait())
         try:
-            both = asyncio.gather(_read_all(output), _read_tail(errors))
-            # Child processes may keep the pipes open: wait for the end of the program itself.
-            ended = asyncio.create_task(_wait_and_kill(process))
-            either: list[asyncio.Future[Any]] = [both, ended]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if both.done():
-                both.result()
-            status = await ended
-            return *(await both), status
+            running = True
+            while running:
+                running = not (await asyncio.wait({ended}, timeout=_CHECK_SECONDS))[0]
+                _check_size(stdout, "stdout", _MAX_STDOUT_BYTES)
+                _check_size(stderr, "stderr", _MAX_STDERR_BYTES)
         finally:
             _kill_group(process)
-            await process.wait()
+            await ended
+        stdout.seek(0)
+        stderr.seek(-min(stderr.seek(0, os.SEEK_END), 4 * _MAX_STDERR_CHARS), os.SEEK_END)
+        return stdout.read(), stderr.read(), ended.result()
 
 
-@contextlib.asynccontextmanager
-async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
-    """A pipe read here and written by a child; the caller closes the write end after passing it on."""
-    end, other_end = os.pipe()
-    reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(end, "rb", 0)
-    )
-    try:
-        with os.fdopen(other_end, "wb", 0) as written:
-            yield reader, written
-    finally:
-        transport.close()
-
-
-async def _read_all(stream: asyncio.StreamReader) -> bytes:
-    read = bytearray()
-    while chunk := await stream.read(2**16):
-        read += chunk
-        if len(read) > _MAX_STDOUT_BYTES:
-            raise WorkflowFailed(f"the program wrote more than {_MAX_STDOUT_BYTES:,} bytes to stdout")
-    return bytes(read)
-
-
-async def _read_tail(stream: asyncio.StreamReader) -> bytes:
-    read = b""
-    while chunk := await stream.read(2**16):
-        read = (read + chunk)[-4 * _MAX_STDERR_CHARS :]
-    return read
-
-
-async def _wait_and_kill(process: asyncio.subprocess.Process) -> int:
-    """Wait for the exit status, then kill the process group."""
-    status = await process.wait()
-    _kill_group(process)
-    return status
+def _check_size(file: IO[bytes], name: str, limit: int) -> None:
+    if os.fstat(file.fileno()).st_size > limit:
+        raise WorkflowFailed(f"the program wrote more than {limit:,} bytes to {name}")
 
 
 def _kill_group(process: asyncio.subprocess.Process) -> None:

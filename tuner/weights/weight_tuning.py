@@ -22,7 +22,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,17 +34,15 @@ from ratchet.store.reasons import describe_untrained, drop_meaning
 from ratchet.store.states import PolicyState, RoundState, TrajectoryState, TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.rounds.backlog import is_drained
 from ratchet.trainer.settings.trainer_settings import TrainerSettings, WarmStartSettings
 from ratchet.trainer.statistics import CandidateScore, Compared, ComparisonVerdict, compare, rank
 from ratchet.trainer.tasks import TEST, Task
 from ratchet.trainer.warm_start import COLLECTED, warm_start_metrics
 from ratchet.tuner.reports import TuningResult, task_set
-from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
-from ratchet.tuner.rollouts.scoring import RolloutScorer
-from ratchet.tuner.selection import commonest, marks_of, rollout_cost
+from ratchet.tuner.rollouts.scoring import RolloutTools
+from ratchet.tuner.selection import commonest, marks_of
 from ratchet.tuner.tasks import TaskFamily, TaskMix
 
 BASELINE, WARM_START, ROUNDS = "baseline", "warm_start", "rounds"  # stages in order
@@ -76,19 +74,14 @@ class WeightsPlan(BaseModel):
     run_judge: Mapping[str, Any] | None = None  # functions of the calling process, in place of the trainer's judge
 
 
-class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
-    """A version on a split: its mean with an interval, and the difference to the baseline."""
+class Evaluated(CandidateScore, frozen=True, kw_only=True):
+    """The score of a version on a split, and the difference to the baseline."""
 
+    candidate: str = ""  # the version by its name; older runs did not store it
     version: int
     split: str = TEST  # older runs evaluated on it alone
     round: int  # training rounds before the evaluation
     rollouts: int  # training rollouts before the evaluation
-    tasks: int
-    mean: float | None
-    low: float
-    high: float
-    failed: int
-    unjudged: int
     families: Mapping[str, float | None]  # mean by family
     against_baseline: Compared | None = None  # None for the baseline itself
 
@@ -121,7 +114,6 @@ class WeightsProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 def config_of(plan: WeightsPlan) -> dict[str, Any]:
-    """Return a plan for `store.tunings.begin`."""
     return plan.model_dump(mode="json", exclude_none=True)
 
 
@@ -143,24 +135,20 @@ _MAX_ROUNDS = 1000  # newest ones of the trainer that are read
 class WeightsTuning:
     """One run. `watch` is called regularly and raises if a service has ended; `report` receives progress messages."""
 
-    store: Store
+    tools: RolloutTools
     tuning: Tuning
     families: Sequence[TaskFamily]
     trainer: TrainerSettings
-    runner: RolloutRunner
-    scorer: RolloutScorer
     _: KW_ONLY
     evaluator: RolloutRunner | None = None
-    prices: Prices = field(default_factory=lambda: Prices({}))
-    progress: Progress = field(default_factory=Progress)
     failure_score: float = 0.0
     watch: Callable[[], None] = lambda: None
     report: Callable[[str], object] = lambda line: None
 
     def __post_init__(self) -> None:
-        self._alias = self.tuning.alias
+        self._store, self._alias = self.tools.store, self.tuning.alias
         self._plan = plan = plan_of(self.tuning)
-        self._evaluator = self.evaluator or self.runner
+        self._evaluator = self.evaluator or self.tools.runner
         tests = {family.name: family.of(TEST, plan.eval_tasks) for family in self.families}
         tested = {task.id for tasks in tests.values() for task in tasks}
         self._split: dict[str, dict[str, list[Task]]] = {
@@ -181,7 +169,7 @@ class WeightsTuning:
             await self._baseline()
         if self._state.stage == WARM_START:
             await self._warm_start()
-        work = self.progress.begin(ROUNDS_DONE, self._plan.rounds)
+        work = self.tools.progress.begin(ROUNDS_DONE, self._plan.rounds)
         while True:
             work.at(self._state.rounds, self._plan.rounds)
             if self._is_due():
@@ -190,7 +178,7 @@ class WeightsTuning:
             if self._state.rounds >= self._plan.rounds or self._out_of_patience():
                 break
             jobs = self._jobs(self._plan.collect + self._state.rounds, LIVE, None, "live", self._state.rounds)
-            await self._rollouts(self.runner, jobs)
+            await self._rollouts(self.tools.runner, jobs)
             self._update(rounds=self._state.rounds + 1)
         work.end()
         self._select_best_version()
@@ -206,7 +194,7 @@ class WeightsTuning:
         if warms_up and self._plan.collect:
             rounds = range(self._plan.collect)
             jobs = [job for number in rounds for job in self._jobs(number, COLLECTED, model, "eval", number)]
-            await self._scored(await self._rollouts(self.runner, jobs))
+            await self._scored(await self._rollouts(self.tools.runner, jobs))
         self._update(stage=WARM_START if warms_up else ROUNDS)
 
     def _jobs(self, drawn: int, candidate: str, model: str | None, purpose: str, step: int) -> list[RolloutJob]:
@@ -219,14 +207,14 @@ class WeightsTuning:
 
     async def _warm_start(self) -> None:
         """Wait for the trainer, which reads the stage from the store. Raises TuningError if it refuses."""
-        while (found := warm_start_metrics(self.store, self._alias, self.tuning.id)) is None:
-            ended = self.store.tunings.get(self.tuning.id)
+        while (found := warm_start_metrics(self._store, self._alias, self.tuning.id)) is None:
+            ended = self._store.tunings.get(self.tuning.id)
             if ended.state is not TuningState.RUNNING:
                 raise TuningError(ended.error or f"tuning {ended.id} was {ended.state}")
             await self._pause()
         version, metrics = found
-        while (policy := self.store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
-            if (held := self.store.policies.awaiting_approval(self._alias)) is not None and held.version == version:
+        while (policy := self._store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
+            if (held := self._store.policies.awaiting_approval(self._alias)) is not None and held.version == version:
                 self._note(f"the warm start's version {version} needs approval: see `ratchet policies show`")
                 break
             await self._pause()
@@ -255,14 +243,13 @@ class WeightsTuning:
         ]
         await self._scored(await self._rollouts(self._evaluator, jobs))
         marks = self._marks(version, split)
-        scored = self._score(marks)
+        scored = self._score(marks, name)
         if scored.mean is None and version == baseline:
             failures = (one.failure or one.judge_failure for one in final_rollouts(self._of(name)))
             raise TuningError(f"no rollout on the {split} tasks could be scored: {commonest(failures)}")
         found = Evaluated(
-            version=version, split=split, round=self._state.rounds, rollouts=len(final_rollouts(self._of(LIVE))),
-            tasks=scored.tasks, mean=scored.mean, low=scored.low, high=scored.high, failed=scored.failed,
-            unjudged=scored.unjudged,
+            **msgspec.structs.asdict(scored), version=version, split=split, round=self._state.rounds,
+            rollouts=len(final_rollouts(self._of(LIVE))),
             families={one: self._score(_of_family(marks, one)).mean for one in self._split[split]},
             against_baseline=None if version == baseline else self._compared(version, baseline, split=split),
         )  # fmt: skip
@@ -273,8 +260,8 @@ class WeightsTuning:
         wanted = {task.id for task in self._of_split(split)}
         return marks_of(final_rollouts(one for one in self._of(self._name(version)) if one.task_id in wanted))
 
-    def _score(self, marks: Mapping[str, Any]) -> CandidateScore:
-        return rank({"it": marks}, failure_score=self.failure_score).scores[0]
+    def _score(self, marks: Mapping[str, Any], name: str = "") -> CandidateScore:
+        return rank({name: marks}, failure_score=self.failure_score).scores[0]
 
     def _compared(self, version: int, against: int, family: str | None = None, split: str = TEST) -> Compared:
         ours, theirs = (_of_family(self._marks(one, split), family) for one in (version, against))
@@ -310,7 +297,7 @@ class WeightsTuning:
             f"tuning {self.tuning.id}: on the validation tasks it is worse than {self._name(best)}: {found.describe()}"
         )
         try:
-            self.store.policies.roll_back(
+            self._store.policies.roll_back(
                 self._alias, best, {"tuning": msgspec.to_builtins(found)}, by="tuner", reason=reason
             )
             self._note(f"rolled back from {self._name(live)} to {self._name(best)}: {found.describe()}")
@@ -329,7 +316,7 @@ class WeightsTuning:
 
     async def _scored(self, rollouts: Sequence[Rollout]) -> None:
         if unscored := [one for one in rollouts if one.score is None]:  # again, if the judge has failed
-            await self._run_watched(asyncio.to_thread(self.scorer.score, unscored))
+            await self._run_watched(asyncio.to_thread(self.tools.scorer.score, unscored))
 
     async def _wait_for_trainer(self) -> None:
         """Wait until the trainer has nothing left to train on, up to the limit."""
@@ -338,7 +325,7 @@ class WeightsTuning:
         size, groups = self.trainer.num_generations, self.trainer.groups_per_round
         while time.monotonic() < until:
             await self._pause()
-            if is_drained(self.store, self._alias, num_generations=size, groups_per_round=groups):
+            if is_drained(self._store, self._alias, num_generations=size, groups_per_round=groups):
                 return
 
     async def _pause(self) -> None:
@@ -359,24 +346,23 @@ class WeightsTuning:
         self._update(notes=(*self._state.notes, text))
 
     def _update(self, **changes: Any) -> None:
-        """Update the stored progress."""
         seconds = self._seconds_before + time.monotonic() - self._began
         self._state = msgspec.structs.replace(self._state, wall_seconds=seconds, **changes)
         stored = msgspec.to_builtins(self._state) | {"stage": self._state.stage}
-        self.store.tunings.update(self.tuning.id, stored)
+        self._store.tunings.update(self.tuning.id, stored)
 
     def _of(self, candidate: str) -> list[Rollout]:
-        return self.store.rollouts.of_tuning(self.tuning.id, candidate)
+        return self._store.rollouts.of_tuning(self.tuning.id, candidate)
 
     def _live(self) -> int:
-        return self.store.policies.live()[self._alias].version
+        return self._store.policies.live()[self._alias].version
 
     def _name(self, version: int) -> str:
         return f"{self._alias}@{version}"
 
     def _result(self) -> TuningResult:
         """Return gain, cost, learning curve and gains by family."""
-        store, plan, state, run = self.store, self._plan, self._state, self.tuning.id
+        store, plan, state, run = self._store, self._plan, self._state, self.tuning.id
         final, baseline = self._live(), state.baseline
         tested = [one for one in state.evaluations if one.split == TEST]
         is_measured = final in {one.version for one in tested}
@@ -398,15 +384,13 @@ class WeightsTuning:
             technique=" -> ".join(ours) or "evaluation only",
             alias=self._alias,
             task_set=task_set(", ".join(plan.families), "test", [task.id for task in tests]),
-            judge=self.scorer.name,
+            judge=self.tools.scorer.name,
             workflow="; ".join([plan.workflow, *own]),
             attempts=plan.eval_attempts,
             baseline=self._name(baseline),
             best=self._name(final) if gain is not None and gain.verdict is ComparisonVerdict.BETTER else None,
             gain=gain,
-            spent=sum(
-                (rollout_cost(one, self.prices) for one in made if one.counts or one.prompt_tokens), RolloutCost()
-            ),
+            spent=self.tools.spent(made),
             wall_seconds=state.wall_seconds,
             promoted=self._name(final) if final != baseline else None,
             notes=(*notes, *_failures(rollouts), *(_training_notes(trained) if trained is not None else ())),
@@ -430,7 +414,6 @@ def _family_of(task_id: str) -> str:
 
 
 def _of_family(marks: Mapping[str, Any], family: str | None) -> dict[str, Any]:
-    """Return the results of a family by task; None: of all."""
     return {task: mark for task, mark in marks.items() if family in (None, _family_of(task))}
 
 

@@ -27,6 +27,7 @@ from ratchet.store.records import (
     JudgeRequest,
     TeacherScore,
     Transcript,
+    Verdict,
     pack_logprobs,
     unpack_logprobs,
 )
@@ -38,6 +39,7 @@ from ratchet.trainer.judges.judgement import (
     NamedJudge,
     version_of,
 )
+from ratchet.trainer.judges.language_model import JudgeModelSession
 from ratchet.trainer.rows.build_rows import UNSCORED, AnswerKey, build_rows
 from ratchet.trainer.settings.judge_specs import TeacherSpec
 
@@ -152,56 +154,66 @@ class TeacherJudge(NamedJudge):
         return self._max_length
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
-        """Return one verdict per member, in order, with the logprobs of its tokens."""
-        scorings = [_Scoring(self.name, group_id, member) for member in members]
-        problem = None
-        for scoring in scorings:
-            try:
-                self._score(scoring, self.check())
-            except (EngineUnreachable, PromptLogprobsMissing, JudgeError) as error:
-                problem = str(error)
-                break
-        verdicts = tuple(
-            self.record(scoring.draft, group_id, scoring.member, cost=scoring.cost, latency=scoring.seconds)
-            for scoring in scorings
-        )
-        scores = tuple(scoring.score for scoring in scorings if scoring.score is not None)
-        requests = tuple(request for scoring in scorings for request in scoring.requests)
-        return GroupJudgement(verdicts, requests, scores, problem)
+        verdicts: list[Verdict] = []
+        scores: list[TeacherScore] = []
+        requests: list[JudgeRequest] = []
+        problem: str | None = None
+        for member in members:
+            began, session = time.perf_counter(), JudgeModelSession(self.name, group_id)
+            draft = DraftVerdict.failed("the teacher did not answer")
+            if problem is None:
+                try:
+                    draft, found = self._score(member, session, self.check())
+                    scores += found
+                except (EngineUnreachable, PromptLogprobsMissing, JudgeError) as error:
+                    problem = str(error)
+            seconds = time.perf_counter() - began
+            verdicts.append(self.record(draft, group_id, member, cost=session.cost, latency=seconds))
+            requests += session.judge_requests
+        return GroupJudgement(tuple(verdicts), tuple(requests), tuple(scores), problem)
 
-    def _score(self, scoring: _Scoring, max_length: int) -> None:
-        began = time.perf_counter()
-        run = scoring.member.trajectory
+    def _score(
+        self, member: Transcript, session: JudgeModelSession, max_length: int
+    ) -> tuple[DraftVerdict, list[TeacherScore]]:
+        """Return the draft verdict on a trajectory, and the logprobs of its answers' tokens if it could be scored."""
+        name = member.trajectory.id
         try:
-            sequences, untrained = sequences_of(run.id, self._context_calls(scoring.member), max_length)
+            sequences, untrained = sequences_of(name, self._context_calls(member), max_length)
         except RowError as error:
-            scoring.draft = DraftVerdict.failed(str(error))
-            return
+            return DraftVerdict.failed(str(error)), []
         if not sequences:
-            scoring.draft = DraftVerdict.failed(f"it has no token to score; {describe_untrained(untrained)}")
-            return
+            return DraftVerdict.failed(f"it has no token to score; {describe_untrained(untrained)}"), []
         found: dict[AnswerKey, list[tuple[float, float]]] = {}  # the teacher's logprob and vLLM's, by token
         try:
             for batch in batched([one.ids for one in sequences], self._spec.max_request_tokens):
                 started = time.perf_counter()
                 logprobs = self._server.prompt_logprobs(self._spec.model, [sequences[index].ids for index in batch])
-                tokens = sum(len(sequences[index].ids) for index in batch)
-                scoring.requests.append(self._request(scoring, len(batch), tokens, time.perf_counter() - started))
+                tokens, seconds = sum(len(sequences[index].ids) for index in batch), time.perf_counter() - started
+                session.judge_requests.append(self._request(session, name, len(batch), tokens, seconds))
                 for index, scored in zip(batch, logprobs, strict=True):
                     for key, (place, sampled) in sequences[index].answers.items():
                         own = scored[place - 1 : place - 1 + len(sampled)]  # the first id has no logprob
                         found[key] = list(zip(own, sampled, strict=True))
         except AdapterRefused as refused:
-            scoring.draft = DraftVerdict.failed(str(refused))
-            return
-        scoring.finish(found, time.perf_counter() - began)
+            return DraftVerdict.failed(str(refused)), []
+        gaps = [ours - own for pairs in found.values() for ours, own in pairs]
+        kl, k3 = -fmean(gaps), fmean(math.exp(gap) - 1.0 - gap for gap in (min(one, _MAX_GAP) for one in gaps))
+        explanation = f"reverse KL {kl:.3f} nats per token over {len(gaps)} tokens"
+        answers = tuple(
+            AnswerLogprobs(call_id=call, choice=choice, logprobs=pack_logprobs(ours for ours, _ in pairs))
+            for (call, choice), pairs in found.items()
+        )
+        score = TeacherScore(trajectory_id=name, teacher=self.name, answers=answers)
+        return DraftVerdict.of(math.exp(-k3), explanation, {"reverse_kl": kl}), [score]
 
-    def _request(self, scoring: _Scoring, sequences: int, tokens: int, seconds: float) -> JudgeRequest:
+    def _request(
+        self, session: JudgeModelSession, trajectory: str, sequences: int, tokens: int, seconds: float
+    ) -> JudgeRequest:
         price = self._spec.input_cost_per_million
-        about = {"model": self._spec.model, "trajectory": scoring.member.trajectory.id, "sequences": sequences}
+        about = {"model": self._spec.model, "trajectory": trajectory, "sequences": sequences}
         return JudgeRequest(
             id=new_id("exch"),
-            group_id=scoring.group_id,
+            group_id=session.group_id,
             judge=self.name,
             url=f"{self._server.url}/v1/completions",
             request=msgspec.json.encode(about),
@@ -213,41 +225,6 @@ class TeacherJudge(NamedJudge):
             cost=None if price is None else tokens * price / 1e6,
             latency=seconds,
             requested_at=self._clock(),
-        )
-
-
-class _Scoring:
-    """The scoring of one trajectory."""
-
-    def __init__(self, teacher: str, group_id: str | None, member: Transcript) -> None:
-        self.teacher = teacher
-        self.group_id = group_id
-        self.member = member
-        self.draft = DraftVerdict.failed("the teacher did not answer")
-        self.score: TeacherScore | None = None
-        self.requests: list[JudgeRequest] = []
-        self.seconds = 0.0
-
-    @property
-    def cost(self) -> float | None:
-        """The price of the requests; None if it is unknown."""
-        costs = [one.cost for one in self.requests]
-        return None if None in costs else sum(cost or 0.0 for cost in costs)
-
-    def finish(self, found: Mapping[AnswerKey, Sequence[tuple[float, float]]], seconds: float) -> None:
-        """Record the logprobs of the answers' tokens, the teacher's and vLLM's."""
-        self.seconds = seconds
-        gaps = [ours - own for pairs in found.values() for ours, own in pairs]
-        kl, k3 = -fmean(gaps), fmean(math.exp(gap) - 1.0 - gap for gap in (min(one, _MAX_GAP) for one in gaps))
-        explanation = f"reverse KL {kl:.3f} nats per token over {len(gaps)} tokens"
-        self.draft = DraftVerdict.of(math.exp(-k3), explanation, {"reverse_kl": kl})
-        self.score = TeacherScore(
-            trajectory_id=self.member.trajectory.id,
-            teacher=self.teacher,
-            answers=tuple(
-                AnswerLogprobs(call_id=call, choice=choice, logprobs=pack_logprobs(ours for ours, _ in pairs))
-                for (call, choice), pairs in found.items()
-            ),
         )
 
 
