@@ -15,6 +15,7 @@ from typing import Protocol
 from ratchet.trainer.errors import PluginError, SetAside, TuningError
 from ratchet.trainer.user_code import PROMPT_OPTIMIZERS, load_plugin
 
+MAX_PROMPT_CHARS = 20_000
 REFLECTION_MINIBATCH_SIZE = 3  # rollouts that one reflection reads
 
 
@@ -62,7 +63,7 @@ class Search:
     validation: tuple[str, ...]
     seed: int
     rollouts: int  # limit of the search
-    max_prompt_chars: int = 20_000
+    max_prompt_chars: int = MAX_PROMPT_CHARS
 
 
 class PromptOptimizer(Protocol):

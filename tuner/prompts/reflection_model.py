@@ -21,7 +21,7 @@ from ratchet.store.records import JudgeRequest
 from ratchet.trainer.errors import JudgeUnavailable, TuningError, Unanswered
 from ratchet.trainer.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.judges.transcript_json import truncated_json
-from ratchet.tuner.prompts.optimizer import Example
+from ratchet.tuner.prompts.optimizer import MAX_PROMPT_CHARS, Example
 from ratchet.tuner.prompts.trials import Budget
 
 NAME: Final = "reflection"
@@ -63,7 +63,7 @@ class ReflectionModel:
     budget: Budget
     _: KW_ONLY
     mode: str = "replace"
-    max_prompt_chars: int = 20_000
+    max_prompt_chars: int = MAX_PROMPT_CHARS
     answered: Sequence[Answered] = ()
     keep: Callable[[Answered, Sequence[JudgeRequest]], None] = lambda answered, judge_requests: None
 

@@ -28,7 +28,7 @@ from ratchet.trainer.judges.judgement import text_of
 from ratchet.trainer.judges.transcript_json import shortened
 from ratchet.trainer.statistics import Mark
 from ratchet.trainer.tasks import Task
-from ratchet.tuner.prompts.optimizer import Example
+from ratchet.tuner.prompts.optimizer import MAX_PROMPT_CHARS, Example
 from ratchet.tuner.rollouts.runner import RolloutJob
 from ratchet.tuner.selection import mark_of
 
@@ -142,7 +142,6 @@ class Trials:
     budget: Budget
     _: KW_ONLY
     mode: str = "replace"
-    max_prompt_chars: int = 20_000
     failure_score: float = 0.0
     model: str | None = None
     explanations: Mapping[str, str] = field(default_factory=dict)  # of the judge, by rollout; grows meanwhile
@@ -203,8 +202,8 @@ class Trials:
     def candidate(self, prompt: str) -> str:
         """Return the candidate id of a prompt, which is stored. Raises SetAside."""
         if prompt not in self._names:
-            if not prompt.strip() or len(prompt) > self.max_prompt_chars:
-                raise SetAside(f"a proposed prompt has {len(prompt)} characters, not 1 to {self.max_prompt_chars}")
+            if not prompt.strip() or len(prompt) > MAX_PROMPT_CHARS:
+                raise SetAside(f"a proposed prompt has {len(prompt)} characters, not 1 to {MAX_PROMPT_CHARS}")
             name = self.store.prompts.register(prompt, self.mode, "ratchet tune prompt").id
             self._names[prompt] = name
             self._prompts[name] = prompt
