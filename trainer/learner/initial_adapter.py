@@ -29,6 +29,8 @@ from ratchet.trainer.settings.learner_settings import LORA_VARIANTS
 
 Weights = dict[str, torch.Tensor]
 
+_PEFT_ALPHA = 8  # lora_alpha of a configuration without one
+
 # Names of the gate, up and down projection of an expert, by model type.
 _LAYERS = {
     "qwen2_moe": ("gate_proj", "up_proj", "down_proj"),
@@ -140,8 +142,7 @@ def _config(folder: Path) -> dict[str, Any]:
             f"{folder} is not the folder of a PEFT adapter, its adapter_config.json cannot be read: {error}; "
             "restore it, or set learner.init_adapter to a folder with adapter_config.json and adapter_model.safetensors"
         ) from error
-    alpha = config.setdefault("lora_alpha", 8) if isinstance(config, dict) else None  # PEFT's default
-    if not isinstance(alpha, int | float):
+    if not isinstance(config, dict) or not isinstance(config.setdefault("lora_alpha", _PEFT_ALPHA), int | float):
         raise CheckpointDamaged(f"{folder / 'adapter_config.json'} is not the configuration of an adapter")
     return config
 

@@ -147,12 +147,11 @@ class ExactlyOnceCampaign:
         """Let the training loop finish its backlog, stop it and check the result."""
         self._agents.stop()
         trained, until = -1, time.monotonic() + _SETTLE_SECONDS
-        while self._unsettled() and time.monotonic() < until:
+        while (unsettled := self._unsettled()) and time.monotonic() < until:
             self._watch(0.2)
             now_trained = self._store.trajectories.counts()["trained"]
             if now_trained > trained:  # wait as long as there is progress: machines may be slow
                 trained, until = now_trained, time.monotonic() + _SETTLE_SECONDS
-        unsettled = self._unsettled()
         if unsettled:
             self.outcome.violations.append(f"not settled: {unsettled}")
             for name in ("first", "second"):
